@@ -34,7 +34,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Region:
     """One shard in the buffer: `nbytes` bytes from byte `start`, row-major. A bundled shard has the number of its
-    `bundle` and begins at element `first` of it, and owns no pieces; else its pieces are ``pieces[piece:piece_stop]``."""
+    `bundle`, begins at element `first` of it and owns no pieces; else its pieces are ``pieces[piece:piece_stop]``."""
 
     shard: Shard
     start: int

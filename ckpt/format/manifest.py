@@ -26,7 +26,7 @@ FORMAT = 1
 """The format number written, and the newest one read."""
 
 MAX_PART = 1 << 30
-"""A part that claims to decode to more bytes than this is damaged: nothing on a store makes us allocate without bound."""
+"""A part that claims to decode to more bytes is damaged: nothing on a store makes us allocate without bound."""
 
 Natural = Annotated[int, Meta(ge=0)]
 Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]

@@ -139,7 +139,7 @@ def packs_prefix(snapshot: SnapshotId) -> str:
 
 
 def pin_key(name: str) -> str:
-    """Raises ValueError for a pin name that is not 1–100 letters, digits, '.', '_', '-' (not starting with '.')."""
+    """Raises ValueError for a pin name that is not 1-100 letters, digits, '.', '_', '-' (not starting with '.')."""
     if _PIN_NAME.fullmatch(name) is None:
         raise ValueError(f"pin name {name!r}: expected 1-100 letters, digits, '.', '_' or '-', not starting with '.'")
     return f"{PINS}{name}.json"

@@ -62,7 +62,7 @@ DTYPES: dict[str, DType] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A rectangular part of a tensor: `offsets` and `lengths` per dimension, in elements. A scalar's box is ((), ())."""
+    """A rectangular part of a tensor: `offsets` and `lengths` per dimension, in elements. A scalar's is ((), ())."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
