@@ -112,3 +112,26 @@ def check_prefix(prefix: str, *, store: str) -> None:
         if not prefix.endswith("/"):
             raise Refused(f"{store}: list prefix {prefix[:80]!r} must end in '/'", store=store, key=prefix)
         check_key(prefix[:-1], store=store)
+
+
+def check_range(key: str, start: int, stop: int, *, store: str) -> None:
+    """Refuse a range that runs backwards or starts before the object (backends read negative starts differently)."""
+    check_key(key, store=store)
+    if not 0 <= start <= stop:
+        raise Refused(
+            f"{store}: {key} has no bytes {start} to {stop}; expected 0 <= start <= stop", store=store, key=key
+        )
+
+
+def past_the_end(key: str, start: int, stop: int, size: int, *, store: str) -> Refused:
+    """The error for a range that an object is too short for."""
+    asked = f"{store}: {key} was asked for bytes {start} to {stop} and holds only {size}"
+    return Refused(f"{asked}: it is cut short, or another object", store=store, key=key)
+
+
+def delete_failed(failures: Sequence[tuple[str, StorageError]], asked: int, *, store: str) -> StorageError:
+    """One error for the keys of a `Store.delete` that are still there: `Unavailable` if trying again may help any."""
+    first, cause = failures[0]
+    kind = Unavailable if any(isinstance(error, Unavailable) for _, error in failures) else Refused
+    message = f"{store}: {len(failures)} of {asked} objects could not be removed, first {first}: {cause}"
+    return kind(message, store=store, key=first)
