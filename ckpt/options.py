@@ -1,0 +1,90 @@
+"""Settings: what a user may turn, with the defaults that should not need turning."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.format.shards import DEFAULT_CHUNK, SMALL_LEAF
+
+Duration = str | float | int
+Size = str | int
+
+_SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_BYTES = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def seconds(value: Duration) -> float:
+    """``"10min"``, ``"1.5h"``, ``"2d"`` or a number of seconds → seconds. Raises ValueError."""
+    return _quantity(value, _SECONDS, "a duration such as '30s', '10min', '1h', '2d' or a number of seconds")
+
+
+def size(value: Size) -> int:
+    """``"256MB"``, ``"512KiB"`` or a number of bytes → bytes. Raises ValueError."""
+    return int(_quantity(value, _BYTES, "a size such as '256MB', '512KiB' or a number of bytes"))
+
+
+def _quantity(value: str | float, units: dict[str, float] | dict[str, int], expected: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (found := _QUANTITY.fullmatch(value)) and found[2].lower() in units:
+        return float(found[1]) * units[found[2].lower()]
+    raise ValueError(f"{value!r}: expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a `Checkpointer` works inside. Durations and sizes may be text (``"10min"``, ``"256MB"``) or numbers.
+
+    Attributes:
+        restore_amplification: a chunk's base and deltas together may cost at most this many times what its keyframe
+            costs to read. 1 stores keyframes only; larger stores less and reads more.
+        chunk: bytes per chunk, the unit of comparing, encoding and reading; a power of two from 4 KiB to 16 MiB.
+            Changing it stores everything again once.
+        replica_check: parameters and optimizer state that several ranks hold are compared at the first save and at
+            every so-manieth; 0 never compares.
+        commit_wait: how long a rank waits for the others' parts before it gives a save up.
+        grace: leftovers of crashed saves are kept this long before a prune may sweep them. Keep it longer than the
+            longest time a single upload can take.
+        listing_lag: how long a new object may be missing from the store's listings. 0 for every current object store.
+        group_timeout: timeout of the process group the checkpointer makes for itself; None takes the default group's.
+        on_error: what the save after a failed one does: "warn" on all ranks and go on, or "raise" there.
+        memory: working memory of the writer and of a restore beyond the two host buffers.
+        heartbeat: how often a run says that it is alive. A silent run is taken over after three of these.
+    """
+
+    restore_amplification: float = 1.5
+    chunk: Size = DEFAULT_CHUNK
+    replica_check: int = 10
+    commit_wait: Duration = "10min"
+    grace: Duration = "1h"
+    listing_lag: Duration = 0
+    group_timeout: Duration | None = None
+    on_error: Literal["warn", "raise"] = "warn"
+    memory: Size = "256MB"
+    heartbeat: Duration = "10s"
+
+    def __post_init__(self) -> None:
+        if not self.restore_amplification >= 1:
+            raise ValueError(f"restore_amplification={self.restore_amplification!r}: expected a number of at least 1")
+        chunk = size(self.chunk)
+        if chunk & (chunk - 1) or not SMALL_LEAF <= chunk <= 16 << 20:
+            raise ValueError(f"chunk={self.chunk!r}: expected a power of two from 4KiB to 16MiB")
+        if self.replica_check < 0:
+            raise ValueError(f"replica_check={self.replica_check!r}: expected 0 (never) or a number of saves")
+        if self.on_error not in ("warn", "raise"):
+            raise ValueError(f"on_error={self.on_error!r}: expected 'warn' or 'raise'")
+        for name in ("commit_wait", "grace", "listing_lag", "heartbeat", "group_timeout"):
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    seconds(value)
+                except ValueError as error:
+                    raise ValueError(f"{name}={error}") from None
+        if size(self.memory) < 64 << 20:
+            raise ValueError(f"memory={self.memory!r}: expected at least 64MiB")
