@@ -1,0 +1,78 @@
+"""The run this job holds on the store: opening one on all ranks, saying that it is alive, ending it.
+
+Rank 0 opens and beats; the others learn the run's name. A run is opened before the first pack is read or written
+(PROTOCOL.md §3).
+"""
+
+from __future__ import annotations
+
+from ckpt.agreement import Group, on_first
+from ckpt.errors import HistoryExists
+from ckpt.format.names import RunId, SnapshotId
+from ckpt.history.clock import Clock
+from ckpt.history.runs import Heartbeat, Identity, claimed_by_prune, ensure_store, history_exists, open_run
+from storage_backends.base import Store
+
+
+class Tenure:
+    """At most one open run. Every method that says so is collective, on the main thread."""
+
+    def __init__(self, store: Store, clock: Clock, group: Group, who: Identity, interval: float) -> None:
+        self._store = store
+        self._clock = clock
+        self._group = group
+        self._who = who
+        self._interval = interval
+        self._heart: Heartbeat | None = None
+        self.run: RunId | None = None
+
+    def open(self, resumed_from: SnapshotId | None, *, fresh: bool = True) -> RunId:
+        """End the run that is open, if one is, and open the next. Collective.
+
+        Args:
+            resumed_from: the snapshot about to be read, or None for a start from nothing.
+            fresh: False refuses a store that has a history.
+
+        Raises:
+            HistoryExists: `fresh` is False and the store is not empty.
+            StoreInUse: another live job writes there.
+        """
+        self.close()
+        self.run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
+        return self.run
+
+    def claim(self, snapshot: SnapshotId) -> bool:
+        """Open a run that resumes from `snapshot`, and look whether a prune has announced its end. Collective."""
+        self.open(snapshot)
+        return on_first(self._group, lambda: str(int(not claimed_by_prune(self._store, snapshot))).encode()) == b"1"
+
+    def close(self, *, ended: bool = True) -> None:
+        """Stop the heartbeat; `ended` tells the next job that it need not wait. Not collective."""
+        heart, self._heart, self.run = self._heart, None, None
+        if heart is not None:
+            heart.stop(ended=ended)
+
+    def _open_on_first(self, resumed_from: SnapshotId | None, fresh: bool) -> bytes:
+        if not fresh and history_exists(self._store):
+            raise HistoryExists(
+                f"{self._store.url} already holds checkpoints, and this job neither restored from them nor said "
+                "fresh=True; call restore() first, pass fresh=True to start a new line, or choose another URL"
+            )
+        ensure_store(self._store)
+        run = open_run(
+            self._store,
+            self._clock,
+            world_size=self._group.world_size,
+            resumed_from=resumed_from,
+            who=self._who,
+            interval=self._interval,
+        )
+        self._heart = Heartbeat(self._store, run, self._interval)
+        self._heart.start()
+        return str(run).encode()
+
+    @staticmethod
+    def _opened(name: bytes) -> RunId:
+        run = RunId.parse(name.decode())
+        assert run is not None, name  # comes from rank 0's own code, not from a store
+        return run
