@@ -1,0 +1,439 @@
+"""The front door: one object that a training loop talks to (torch).
+
+It calls capture and hands over to the writer. All collectives of a save happen here, on the caller's thread: one vote
+opens every save, and what it decides (a gather, a new run, a skip) all ranks do together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ckpt import exits
+from ckpt.ballot import Ballot, Tally
+from ckpt.data import Position
+from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.format import values
+from ckpt.format.names import SnapshotId
+from ckpt.history.clock import SystemClock
+from ckpt.history.retention import Keep
+from ckpt.history.runs import identity
+from ckpt.history.sweeper import Sweeper
+from ckpt.leaves import Flat, Flattener
+from ckpt.metrics import plain_metrics
+from ckpt.options import Options, seconds, size
+from ckpt.outcomes import Outcomes, Stats
+from ckpt.progress import waiting
+from ckpt.random_states import random_states, set_random_states
+from ckpt.ranks import open_ranks, torchrun_job
+from ckpt.saving.job import Failed, Report, SaveJob
+from ckpt.saving.taking import Taking
+from ckpt.saving.writer import Writer, WriterSettings
+from ckpt.stopping import Stopping
+from ckpt.tenure import Tenure
+from ckpt.ticket import Ticket
+from recovery.adopt import adopted
+from recovery.report import Restored
+from recovery.restore import restore as restore_state
+from storage_backends import open_store
+from storage_backends.base import Store
+
+log = logging.getLogger("ckpt")
+
+
+class Checkpointer:
+    """Saves a training state incrementally in the background, and restores it.
+
+    Args:
+        url: where: a path, any fsspec URL, or a `Store` from `ckpt.open_store`.
+        state: name → module, optimizer, scheduler, anything with ``state_dict``, tensor, numpy array, plain value.
+        every: `step()` saves when ``step % every == 0``; None: only `save()` saves.
+        keep: which snapshots stay after a newer commit; None keeps all.
+        capture: "copy": `save()` returns when the state has been copied out.
+        when_busy: with an earlier save still in flight, "wait" for it or "skip" this one, on all ranks.
+        mirror: "auto": host buffers in this process's own memory.
+        fresh: start a new line on a store that already holds checkpoints, without restoring.
+        options: see `Options`.
+
+    In a job with `torch.distributed`, make it on every rank after ``init_process_group``, and call `restore`, `save`,
+    `step` on every rank. Calls belong to one thread.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Store,
+        state: Mapping[str, object],
+        *,
+        every: int | None = None,
+        keep: Keep | None = None,
+        capture: Literal["copy"] = "copy",
+        when_busy: Literal["wait", "skip"] = "wait",
+        mirror: Literal["auto", "off"] = "auto",
+        fresh: bool = False,
+        options: Options | None = None,
+    ) -> None:
+        _one_of("capture", capture, ("copy",))
+        _one_of("when_busy", when_busy, ("wait", "skip"))
+        _one_of("mirror", mirror, ("auto", "off"))
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
+        for name in state:
+            if not isinstance(name, str) or not name or name.startswith("$"):
+                raise ValueError(f"state name {name!r}: expected a non-empty str that does not start with '$'")
+        self._options = opt = options or Options()
+        self._store = url if isinstance(url, Store) else open_store(os.fspath(url))
+        self._state: MutableMapping[str, object] = dict(state)
+        self._every = every
+        self._when_busy = when_busy
+        self._fresh = fresh
+        self._clock = SystemClock()
+        self._ranks = open_ranks(None if opt.group_timeout is None else seconds(opt.group_timeout))
+        self._tenure = Tenure(
+            self._store, self._clock, self._ranks, identity(torchrun_job()), seconds(opt.heartbeat)
+        )  # fmt: skip
+        self._flattener = Flattener(self._state)
+        self._taking = Taking(self._ranks, chunk=size(opt.chunk), replica_check=opt.replica_check)
+        self._position = Position()
+        self._writer = Writer(
+            self._store,
+            self._clock,
+            WriterSettings(
+                amplification=opt.restore_amplification,
+                commit_wait=seconds(opt.commit_wait),
+                memory=size(opt.memory),
+            ),
+        )
+        self._sweeper: Sweeper | None = None
+        if keep is not None and self._ranks.rank == 0:
+            self._sweeper = Sweeper(
+                self._store, self._clock, keep, grace=seconds(opt.grace), listing_lag=seconds(opt.listing_lag)
+            )
+        self._stopper = Stopping()
+        self._stop_agreed = False
+        self._pending = None
+        self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
+        self._start = 0
+        self._closed = False
+        self.restored: Restored | None = None
+        self._exit = exits.register(self._flush_at_exit)
+
+    # --- reading ---
+
+    def restore(self, step: int | str | None = None) -> int:
+        """Bring the state back, in place, and return the number of steps completed; 0 on an empty store.
+
+        Random states and the data position come back too. All ranks agree on one snapshot; if the newest is damaged
+        they fall back together to an older one and say why (`restored.skipped`).
+
+        Args:
+            step: None or "latest": the newest; a step, ``"GENERATION/STEP"`` or a pin: exactly that one.
+
+        Raises:
+            NoSnapshot: the named snapshot does not exist.
+            DamagedError: it, or every snapshot, cannot be read whole. The live state is untouched.
+            LayoutMismatch: it does not fit the live state. The live state is untouched.
+            StoreInUse: another live job writes here.
+        """
+        self._check_open()
+        self._writer.wait(None)
+        self._drain_vote()
+        with waiting(f"restoring from {self._store.url}"):
+            restored = restore_state(
+                self._store,
+                self._ranks,
+                self._state,
+                step=step,
+                claim=self._tenure.claim,
+                memory=size(self._options.memory),
+            )
+        self._outcomes.forget()
+        if restored is None:
+            self._tenure.open(None)
+            self._start = 0
+            return 0
+        self.restored = restored
+        self._start = restored.step
+        random = restored.values.get("$random")
+        self._position.resume(restored.values.get("$data"), random=random)
+        if random is not None:
+            set_random_states(random)
+        self._adopt(restored)
+        log.info("%s", restored)
+        return restored.step
+
+    def batches(self, loader: Any, total: int) -> Iterator[tuple[int, Any]]:
+        """``(step, batch)`` from where the restored state ends up to `total`, over as many epochs as it takes.
+
+        The data position and random states are part of every save, so that a restored run draws the same batches and
+        the same dropout as one that was never hurt. Ends early when `stopping`.
+        """
+        self._check_open()
+        return self._position.batches(loader, start=self._start, total=total, stopping=lambda: self.stopping)
+
+    @property
+    def state(self) -> MutableMapping[str, object]:
+        """The tracked mapping; assign to it to change plain values."""
+        return self._state
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks agreed to stop (SIGTERM reached one of them): finish the step and leave."""
+        return self._stop_agreed
+
+    @property
+    def stats(self) -> Stats:
+        """Totals of this rank since the checkpointer was made."""
+        return self._outcomes.stats
+
+    # --- saving ---
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> Ticket | None:
+        """Say that `step` steps are complete; saves when due, or when the job was asked to stop. Collective.
+
+        Returns:
+            The save's ticket, or None if nothing was due.
+        """
+        self._check_open()
+        began = time.perf_counter()
+        due = self._every is not None and step % self._every == 0
+        stop_now = self._read_stop_vote() and not self._stop_agreed
+        self._stop_agreed |= stop_now
+        ticket = None
+        if due or stop_now:
+            ticket = self._save(step, metrics)
+        if self._ranks.world_size > 1 and not self._stop_agreed:
+            self._pending = self._ranks.vote_async([int(self._stopper.asked)])
+        self._outcomes.count(seconds=time.perf_counter() - began)
+        return ticket
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> Ticket:
+        """Save the state as `step`. Returns when it has been copied out; the rest happens in the background.
+
+        Args:
+            step: steps completed. Within a run steps increase; saving a lower one, or one that failed, opens a new
+                run; saving the last one again returns its ticket.
+            metrics: numbers to show in ``ckpt list``; rank 0's are kept.
+
+        Raises:
+            UnsupportedState: a leaf cannot be saved exactly; on all ranks (as `SaveFailed` where it is another's).
+            LayoutMismatch: the ranks' states do not describe one whole.
+            HistoryExists: first save on a store with a history, without `restore()` or ``fresh=True``.
+            StoreInUse: another live job writes here.
+            SaveFailed: with ``on_error="raise"``, what became of an earlier save.
+        """
+        self._check_open()
+        began = time.perf_counter()
+        self._drain_vote()
+        try:
+            return self._save(step, metrics)
+        finally:
+            self._outcomes.count(seconds=time.perf_counter() - began)
+
+    def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
+        prepared: tuple[Flat, dict[str, bytes], dict[str, Any] | None] | None = None
+        refusal: Exception | None = None
+        try:
+            prepared = self._prepare(metrics)
+        except Exception as error:
+            refusal = error
+        tally = self._vote(step, prepared[0] if prepared else None)
+        if refusal is not None:
+            raise refusal
+        if tally.refused is not None:
+            raise SaveFailed(
+                f"step {step}: rank {tally.refused} could not capture its state; its own error says why",
+                step=step,
+                stage="capture",
+            )
+        if tally.steps[0] != tally.steps[1]:
+            raise CheckpointError(
+                f"ranks save different steps, from {tally.steps[0]} to {tally.steps[1]}; call save() and step() with "
+                "the same step on every rank"
+            )
+        assert prepared is not None
+        last = self._outcomes.last
+        if tally.again and not tally.renew and last is not None:
+            return last
+        self._tell(tally.failed)
+        if tally.busy and self._when_busy == "skip":
+            return self._outcomes.skip(step)
+        self._writer.wait(None)
+        if self._ranks.world_size == 1:
+            # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
+            self._tell(self._outcomes.failed)
+        if tally.renew or self._renewal(step):
+            self._tenure.open(self._resumed_from(), fresh=self._fresh or self._tenure.run is not None)
+        flat, encoded, numbers = prepared
+        return self._submit(step, flat, encoded, numbers, tally)
+
+    def _prepare(self, metrics: Mapping[str, Any] | None) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
+        flat = self._flattener.flatten()
+        encoded = {name: values.encode(value, name) for name, value in flat.values.items()}
+        encoded["$random"] = values.encode(random_states(), "$random")
+        if (position := self._position.record()) is not None:
+            encoded["$data"] = values.encode(position, "$data")
+        return flat, encoded, plain_metrics(metrics) if self._ranks.rank == 0 else None
+
+    def _vote(self, step: int, flat: Flat | None) -> Tally:
+        last, failed = self._outcomes.last, self._outcomes.failed
+        ballot = Ballot(
+            step,
+            layout_changed=flat is not None and self._taking.sharing.changed(flat),
+            buffers=0 if flat is None else self._taking.sharing.buffers(flat),
+            failed=None if failed is None else failed[0],
+            refused=flat is None,
+            stop=self._stopper.asked,
+            busy=self._writer.busy,
+            renew=self._renewal(step),
+            again=last is not None and last.step == step and last.error is None,
+        )
+        tally = Tally.count(self._ranks.vote(ballot.cast(self._ranks.rank)))
+        self._stop_agreed |= tally.stop
+        return tally
+
+    def _renewal(self, step: int) -> bool:
+        """Whether `step` cannot be a step of the open run: there is none, or it is not above the last one."""
+        if self._tenure.run is None:
+            return True
+        last = self._outcomes.last
+        if last is None or step > last.step:
+            return False
+        return step < last.step or last.error is not None
+
+    def _resumed_from(self) -> SnapshotId | None:
+        """What a run opened between two saves goes on from: the newest snapshot this rank saw committed."""
+        reference = self._writer.reference
+        return None if reference is None else reference.id
+
+    def _submit(
+        self, step: int, flat: Flat, encoded: dict[str, bytes], metrics: dict[str, Any] | None, tally: Tally
+    ) -> Ticket:
+        run = self._tenure.run
+        assert run is not None
+        if tally.layout_changed or tally.buffers_differ:
+            self._taking.agree(flat)
+        ticket = self._outcomes.open(step)
+        try:
+            taken = self._taking.take(flat, self._writer.reference, step=step)
+        except SaveFailed as error:
+            # The others are past the vote and go on: this rank's failure is told at the next one.
+            self._outcomes.settle(ticket, Failed(error, Report()))
+            return ticket
+        first = self._ranks.rank == 0
+        job = SaveJob(
+            SnapshotId(run, step),
+            self._ranks.rank,
+            self._ranks.world_size,
+            taken.layout,
+            taken.data,
+            encoded,
+            flat.aliases,
+            taken.replicas,
+            taken.ownership,
+            metrics if first else None,
+            self._clock.wall() if first else None,
+        )
+        self._writer.submit(job, lambda outcome: self._outcomes.settle(ticket, outcome))
+        return ticket
+
+    def _tell(self, failed: tuple[int, int] | None) -> None:
+        """Tell the caller of an earlier failure, on all ranks alike, and wait no longer for a commit that cannot come."""
+        if failed is not None:
+            self._writer.abandon(failed[0])
+            self._outcomes.tell(failed)
+
+    def _after_commit(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.nudge()
+
+    def _adopt(self, restored: Restored) -> None:
+        """Make the restored state the reference of the next diff, where this rank stores the same shards as then."""
+        flat = self._flattener.flatten()
+        layout = self._taking.agree(flat)
+        taken = self._taking.take(flat, None, step=restored.step)
+        reference = adopted(restored, layout, taken.data)
+        if reference is not None:
+            self._writer.adopt(reference)
+
+    # --- stopping and closing ---
+
+    def _read_stop_vote(self) -> bool:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            return bool(pending.result()[0])
+        return self._ranks.world_size == 1 and self._stopper.asked
+
+    def _drain_vote(self) -> None:
+        if self._read_stop_vote():
+            self._stop_agreed = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight. Raises what failed, or `TimeoutError`."""
+        ticket = self._outcomes.last
+        if ticket is not None:
+            with waiting(f"saving step {ticket.step} to {self._store.url}"):
+                ticket.wait(timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight, end the run, and raise what failed and was not told yet.
+
+        Raises:
+            SaveFailed: an earlier save failed, or the last one was not seen committed within `timeout` seconds; it is
+                given up then, so that the process can end.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        exits.unregister(self._exit)
+        ticket = self._outcomes.last
+        with waiting(f"finishing step {ticket.step} on {self._store.url}" if ticket else "closing"):
+            done = self._writer.stop(timeout)
+        if self._sweeper is not None:
+            self._sweeper.stop(timeout)
+        # A run whose last save still hangs is not marked as ended: its put may land yet.
+        self._tenure.close(ended=done)
+        self._stopper.restore()
+        self._ranks.close()
+        if not done and ticket is not None:
+            raise SaveFailed(
+                f"step {ticket.step}: not seen committed within {timeout} s; it may or may not be on {self._store.url}",
+                step=ticket.step,
+                stage="commit",
+            )
+        self._outcomes.raise_untold()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What the body raised matters more than what the last save did; that is logged, and warned of by close().
+        with contextlib.suppress(CheckpointError):
+            self.close()
+
+    def _flush_at_exit(self) -> None:
+        """A script that falls off its end: its last save is made durable before the interpreter goes."""
+        try:
+            self.close()
+        except Exception as error:
+            log.error("at exit: %s", error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,69 @@
+"""From the live state to a job for the writer: the agreed layout, a free buffer, the copy (torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.errors import SaveFailed
+from ckpt.format.layout import Layout
+from ckpt.leaves import Flat
+from ckpt.mirror import Slots
+from ckpt.ranks import Ranks
+from ckpt.saving.capture import Capturer
+from ckpt.saving.job import Bytes, Reference
+from ckpt.saving.sharing import Sharing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """One captured state: ``data`` is laid out by `layout`."""
+
+    layout: Layout
+    data: Bytes
+    ownership: str
+    replicas: dict[str, str]
+
+
+class Taking:
+    """Owns the host buffers and the views of the live tensors."""
+
+    def __init__(self, ranks: Ranks, *, chunk: int, replica_check: int) -> None:
+        self._ranks = ranks
+        self._replica_check = replica_check
+        self._saves_since_check: int | None = None
+        self._capturer: Capturer | None = None
+        self._slots: Slots | None = None
+        self.sharing = Sharing(ranks, chunk)
+
+    def agree(self, flat: Flat) -> Layout:
+        """Agree on the layout anew. Collective. Raises LayoutMismatch on every rank."""
+        layout = self.sharing.agree(flat)
+        self._capturer = Capturer(layout)
+        self._saves_since_check = None
+        return layout
+
+    def take(self, flat: Flat, reference: Reference | None, *, step: int) -> Taken:
+        """Copy the state out into the buffer that the reference does not lie in. Nothing live is referred to after.
+
+        Raises:
+            SaveFailed: no memory for the buffers, or the copy failed.
+        """
+        layout, ownership = self.sharing.layout, self.sharing.ownership
+        assert layout is not None and ownership is not None and self._capturer is not None, "agree() comes first"
+        try:
+            if self._slots is None:
+                self._slots = Slots(layout.nbytes)
+            slot = self._slots.free(None if reference is None else reference.data, layout.nbytes)
+            self._capturer.take(self.sharing.marked(flat), slot)
+            return Taken(layout, slot[: layout.nbytes], ownership.digest, self._checksums(flat))
+        except Exception as error:
+            text = f"step {step}: copying {layout.nbytes} bytes out of the training process failed: {error!r}"
+            raise SaveFailed(text, step=step, stage="capture") from error
+
+    def _checksums(self, flat: Flat) -> dict[str, str]:
+        """Replica checksums, at the first save of a layout and at every `replica_check`-th."""
+        if self._ranks.world_size == 1 or not self._replica_check:
+            return {}
+        count = self._saves_since_check
+        self._saves_since_check = 0 if count is None else (count + 1) % self._replica_check
+        return self.sharing.checksums(flat) if self._saves_since_check == 0 else {}
