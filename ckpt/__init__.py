@@ -1,0 +1,108 @@
+"""Fault-tolerant incremental checkpointing for PyTorch training.
+
+This is a lobby: each public name is loaded on first use (PEP 562), so that ``ckpt list`` never waits for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.checkpointer import Checkpointer
+    from ckpt.errors import (
+        CheckpointError,
+        DamagedError,
+        FormatTooNew,
+        HistoryExists,
+        LayoutMismatch,
+        NoSnapshot,
+        NotFound,
+        Refused,
+        SaveFailed,
+        StorageError,
+        StoreInUse,
+        Unavailable,
+        UnsupportedState,
+    )
+    from ckpt.history.retention import Keep
+    from ckpt.leaves import PerRank
+    from ckpt.loop import Run, checkpointed
+    from ckpt.options import Options
+    from ckpt.outcomes import Stats
+    from ckpt.saving.job import Report
+    from ckpt.ticket import Ticket
+    from recovery.load import load, load_into
+    from recovery.report import Restored
+    from storage_backends import open_store
+
+_HOMES = {
+    "Checkpointer": "ckpt.checkpointer",
+    "CheckpointError": "ckpt.errors",
+    "DamagedError": "ckpt.errors",
+    "FormatTooNew": "ckpt.errors",
+    "HistoryExists": "ckpt.errors",
+    "Keep": "ckpt.history.retention",
+    "LayoutMismatch": "ckpt.errors",
+    "NoSnapshot": "ckpt.errors",
+    "NotFound": "ckpt.errors",
+    "Options": "ckpt.options",
+    "PerRank": "ckpt.leaves",
+    "Refused": "ckpt.errors",
+    "Report": "ckpt.saving.job",
+    "Restored": "recovery.report",
+    "Run": "ckpt.loop",
+    "SaveFailed": "ckpt.errors",
+    "Stats": "ckpt.outcomes",
+    "StorageError": "ckpt.errors",
+    "StoreInUse": "ckpt.errors",
+    "Ticket": "ckpt.ticket",
+    "Unavailable": "ckpt.errors",
+    "UnsupportedState": "ckpt.errors",
+    "checkpointed": "ckpt.loop",
+    "load": "recovery.load",
+    "load_into": "recovery.load",
+    "open_store": "storage_backends",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedError",
+    "FormatTooNew",
+    "HistoryExists",
+    "Keep",
+    "LayoutMismatch",
+    "NoSnapshot",
+    "NotFound",
+    "Options",
+    "PerRank",
+    "Refused",
+    "Report",
+    "Restored",
+    "Run",
+    "SaveFailed",
+    "Stats",
+    "StorageError",
+    "StoreInUse",
+    "Ticket",
+    "Unavailable",
+    "UnsupportedState",
+    "checkpointed",
+    "load",
+    "load_into",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -268,7 +268,7 @@ class Checkpointer:
         if self._ranks.world_size == 1:
             # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
             self._tell(self._outcomes.failed)
-        if tally.renew or self._renewal(step):
+        if tally.renew:
             self._tenure.open(self._resumed_from(), fresh=self._fresh or self._tenure.run is not None)
         flat, encoded, numbers = prepared
         return self._submit(step, flat, encoded, numbers, tally)
@@ -344,7 +344,7 @@ class Checkpointer:
         return ticket
 
     def _tell(self, failed: tuple[int, int] | None) -> None:
-        """Tell the caller of an earlier failure, on all ranks alike, and wait no longer for a commit that cannot come."""
+        """Tell the caller of an earlier failure, on all ranks alike; stop waiting for a commit that cannot come."""
         if failed is not None:
             self._writer.abandon(failed[0])
             self._outcomes.tell(failed)

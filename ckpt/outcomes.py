@@ -37,6 +37,7 @@ class Outcomes:
         self._on_saved = on_saved
         self._lock = threading.Lock()
         self._untold: Ticket | None = None
+        self._told = -1
         self.last: Ticket | None = None
         self.stats = Stats()
 
@@ -56,7 +57,9 @@ class Outcomes:
                 self.count(saves=1, bytes=report.stored)
             case Failed(error=error):
                 self.count(failed=1)
-                self._untold = ticket
+                # Where another rank's failure was told first, this rank's wait for the commit fails only afterwards.
+                if ticket.step != self._told:
+                    self._untold = ticket
                 log.warning("step %d was not saved: %s", ticket.step, error)
         ticket.settle(outcome)
         if isinstance(outcome, Saved):
@@ -69,6 +72,7 @@ class Outcomes:
     def forget(self) -> None:
         """A restore begins a new line: what came before is no longer told."""
         self.last = self._untold = None
+        self._told = -1
 
     @property
     def failed(self) -> tuple[int, int] | None:
@@ -85,7 +89,7 @@ class Outcomes:
     def tell(self, failed: tuple[int, int]) -> None:
         """Warn, or raise, on all ranks alike, that `failed` = (step, a rank that did not see it committed)."""
         step, rank = failed
-        mine, self._untold = self._untold, None
+        mine, self._untold, self._told = self._untold, None, step
         cause = mine.error if mine is not None else None
         text = f"step {step} was not saved: {cause if cause is not None else f'rank {rank} failed; its log says why'}"
         if self._on_error == "raise":
