@@ -126,6 +126,10 @@ class ShardRow(Struct, frozen=True, omit_defaults=True):
     def as_box(self) -> Box:
         return Box(*self.box)
 
+    @property
+    def nbytes(self) -> int:
+        return self.as_box.numel * DTYPES[self.dtype].size
+
 
 class Part(Struct, frozen=True):
     """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
@@ -168,7 +172,7 @@ class Part(Struct, frozen=True):
     @property
     def size(self) -> int:
         """Bytes of all shards, raw."""
-        return sum(Box(*s.box).numel * DTYPES[s.dtype].size for s in self.shards)
+        return sum(row.nbytes for row in self.shards)
 
 
 class PartHead(Struct, frozen=True):

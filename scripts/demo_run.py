@@ -1,0 +1,180 @@
+"""Runs the demo: an unhurt job, a job that is killed in the middle of a save and started again, and the comparison.
+
+Exit code 0 only if the two end bit-identical: parameters, moments, and every loss, those before the kill too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RANKS = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="work here, and leave everything; otherwise a temporary folder")
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="ckpt-demo-"))
+    try:
+        return demo(folder, args.steps, args.every)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def demo(folder: Path, steps: int, every: int) -> int:
+    began = time.monotonic()
+    store, hurt, unhurt = folder / "store", folder / "hurt", folder / "unhurt"
+
+    say(f"1. The run that is never hurt: {RANKS} ranks, FSDP2, {steps} steps, nothing saved")
+    with job(unhurt, steps, every, None) as process:
+        finish(process)
+
+    say(f"2. The same run, saved every {every} steps, killed with SIGKILL in the middle of a save")
+    step = kill_in_a_save(store, hurt, steps, every)
+    say(f"   killed all ranks while step {step} was being stored; committed so far: {committed(store)}")
+
+    say("3. Started again")
+    with job(hurt, steps, every, store) as process:
+        finish(process)
+
+    say("4. What was saved since the restart (all ranks together)")
+    show_saves(hurt)
+    say("5. ckpt list")
+    subprocess.run([sys.executable, "-m", "ckpt.cli", "list", str(store)], check=True)
+    say("6. The two runs, bit by bit")
+    same = compare(hurt, unhurt, steps)
+    say(f"   {'BIT-IDENTICAL' if same else 'DIFFERENT'}; {time.monotonic() - began:.0f} s in all")
+    return 0 if same else 1
+
+
+@contextlib.contextmanager
+def job(notes: Path, steps: int, every: int, store: Path | None) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun with all its ranks, as a process group of its own; none of it outlives the block."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "demo"),
+        *("-m", "scripts.demo_train", "--notes", str(notes), "--steps", str(steps), "--every", str(every)),
+        *(["--url", str(store)] if store is not None else []),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for torchrun and every rank: torchrun puts them into sessions of their own, so follow the tree."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in tree:  # frozen first, so that nothing reacts to the death of another
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(signal.SIGSTOP)
+        for member in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    process.wait()
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    if process.wait() != 0:
+        raise SystemExit(f"the job ended with exit code {process.returncode}")
+
+
+def kill_in_a_save(store: Path, notes: Path, steps: int, every: int) -> int:
+    """Start the job and kill it while a step past a third of the run is half stored; returns that step.
+
+    Looks at the store alone: packs are there, the snapshot is not. A save is short, so the commit may win the race;
+    then the job simply goes on from there and is killed in a later save.
+    """
+    while True:
+        with job(notes, steps, every, store) as process:
+            while process.poll() is None:
+                half = [step for step in half_stored(store) if step >= steps // 3]
+                if half:
+                    kill_all(process)
+                    break
+                time.sleep(0.0005)
+            else:
+                raise SystemExit("the job ended before it could be killed in a save")
+        if half[0] not in committed(store):
+            return half[0]
+        say(f"   the commit of step {half[0]} was faster than the kill; once more")
+
+
+def half_stored(store: Path) -> list[int]:
+    """Steps of the newest run that have packs and no snapshot."""
+    runs = sorted(path.name for path in (store / "packs").glob("*"))
+    if not runs:
+        return []
+    steps = sorted(int(path.name) for path in (store / "packs" / runs[-1]).glob("*"))
+    done = {int(path.stem.rsplit("-", 1)[1]) for path in (store / "snapshots").glob(f"{runs[-1]}-*.json")}
+    return [step for step in steps[-1:] if step not in done]
+
+
+def committed(store: Path) -> list[int]:
+    return sorted({int(path.stem.rsplit("-", 1)[1]) for path in (store / "snapshots").glob("*.json")})
+
+
+def show_saves(notes: Path) -> None:
+    rows: dict[int, list[float]] = {}
+    for path in notes.glob("saves-*.jsonl"):
+        for line in path.read_text().splitlines():
+            step, captured, changed, stored, blocked = json.loads(line)
+            row = rows.setdefault(step, [0, 0, 0, 0.0])
+            row[:3] = [row[0] + captured, row[1] + changed, row[2] + stored]
+            row[3] = max(row[3], blocked)
+    print(f"{'step':>6} {'captured':>12} {'changed':>12} {'stored':>12} {'blocked':>10}")
+    for step, (captured, changed, stored, blocked) in sorted(rows.items()):
+        print(f"{step:>6} {captured:>12,.0f} {changed:>12,.0f} {stored:>12,.0f} {blocked * 1000:>7.1f} ms")
+
+
+def compare(hurt: Path, unhurt: Path, steps: int) -> bool:
+    same = True
+    for rank in range(RANKS):
+        ours, theirs = (json.loads((notes / f"final-{rank}.json").read_text()) for notes in (hurt, unhurt))
+        wrong = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        losses, reference = (losses_of(notes, rank) for notes in (hurt, unhurt))
+        off = [step for step in range(steps) if losses.get(step, set()) != reference.get(step, {"missing"})]
+        print(f"   rank {rank}: {len(theirs)} tensors, {len(wrong)} differ; {steps} losses, {len(off)} differ")
+        same &= not wrong and not off
+    return same
+
+
+def losses_of(notes: Path, rank: int) -> dict[int, set[str]]:
+    """Step → every loss noted for it; a step done again after the kill must give the same bits again."""
+    found: dict[int, set[str]] = {}
+    for line in (notes / f"losses-{rank}.jsonl").read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a line cut by the kill
+            step, loss = json.loads(line)
+            found.setdefault(step, set()).add(loss)
+    return found
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
