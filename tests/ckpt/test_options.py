@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from ckpt.options import Options, seconds, size
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("10min", 600), ("1.5h", 5400), ("2d", 172800), ("250ms", 0.25), (3, 3), (0.5, 0.5), (" 7 s ", 7)],
+)
+def test_durations_are_text_or_seconds(text: str | float, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("256MB", 256_000_000), ("512KiB", 524288), (4096, 4096), ("1 gib", 2**30)]
+)
+def test_sizes_are_text_or_bytes(text: str | int, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "10", "ten min", "-3s", -1, True, None, "3 parsecs"])
+def test_nonsense_is_refused_and_says_what_was_expected(text: object) -> None:
+    with pytest.raises(ValueError, match="expected a duration"):
+        seconds(text)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a size"):
+        size(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("restore_amplification", 0.9),
+        ("restore_amplification", float("nan")),
+        ("chunk", 500_000),
+        ("chunk", "1KiB"),
+        ("replica_check", -1),
+        ("on_error", "ignore"),
+        ("commit_wait", "soon"),
+        ("grace", -1),
+        ("memory", "1MB"),
+    ],
+)
+def test_a_wrong_option_is_named_at_once(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        Options(**{name: value})  # type: ignore[arg-type]
