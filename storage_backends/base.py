@@ -95,6 +95,11 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*
 MAX_KEY = 512
 
 
+def is_key(key: str) -> bool:
+    """Whether `check_key` would accept it: what else lies on a store is not an object of ours, and is not listed."""
+    return len(key) <= MAX_KEY and _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str, *, store: str) -> None:
     """Refuse a key that could leave the store's root, collide with temporary names, or be read two ways.
 
@@ -102,7 +107,7 @@ def check_key(key: str, *, store: str) -> None:
         Refused: the key is not of the form ``name/name/…`` with names of letters, digits, '.', '_', '-' that do not
             start with a dot.
     """
-    if len(key) > MAX_KEY or _KEY.fullmatch(key) is None:
+    if not is_key(key):
         raise Refused(f"{store}: {key[:80]!r} is not a valid object name; expected name/name/…", store=store, key=key)
 
 

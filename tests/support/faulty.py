@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from storage_backends.base import Buffer, Entry, Refused, StorageError, Store, Unavailable
@@ -95,7 +96,7 @@ class FaultyStore:
         failed: StorageError | None = None
         for key in keys:
             try:
-                self._call("delete", key, lambda key=key: self._inner.delete([key]))
+                self._call("delete", key, partial(self._inner.delete, [key]))
             except StorageError as error:
                 failed = failed or error
         if failed is not None:
