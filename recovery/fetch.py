@@ -1,0 +1,146 @@
+"""Blobs from packs: nearby ranges merged into few requests, every blob's length and digest checked before use.
+
+What is wrong with a blob is returned as a `Fault`, not raised: a restore stops at the first one and knows which leaf it
+belongs to, `verify` wants them all. Errors of the store itself (`Unavailable`, `Refused` for rights) are raised: an
+unreachable store is not damage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.format.manifest import Blob, digest64
+from storage_backends.base import NotFound, Refused, Store
+
+GAP = 64 * 1024
+"""Bytes between two blobs that are read and dropped rather than asked for separately: at 20 ms a request and 100 MB/s
+a request is worth 2 MB, but on a local disk only kilobytes, and dropped bytes count against the bound of K2."""
+
+REQUEST = 8 * 1024 * 1024
+"""Bytes asked for at once, unless a single blob is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One read: bytes ``[start, stop)`` of `pack`, which hold `blobs` (sorted by start)."""
+
+    pack: str
+    start: int
+    stop: int
+    blobs: tuple[Blob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one blob. `missing`: its pack is not there at all (pruned, perhaps)."""
+
+    expected: str
+    found: str
+    missing: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was read so far, by all threads together."""
+
+    requests: int = 0
+    bytes: int = 0
+    blobs: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, requests: int = 0, read: int = 0, blobs: int = 0) -> None:
+        with self._lock:
+            self.requests += requests
+            self.bytes += read
+            self.blobs += blobs
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Encoded bytes of the good blobs, and what is wrong with the others."""
+
+    data: dict[Blob, memoryview]
+    faults: dict[Blob, Fault]
+
+
+def merge(blobs: Iterable[Blob], *, gap: int = GAP, limit: int = REQUEST) -> Iterator[Request]:
+    """The requests that read all these blobs (duplicates once), by pack and position.
+
+    Blobs of a pack that lie at most `gap` bytes apart (or overlap: equal chunks share blobs) go into one request of at
+    most `limit` bytes; a blob is never split.
+    """
+    run: list[Blob] = []
+    stop = 0
+    for blob in sorted(set(blobs), key=lambda b: (b.pack, b.start, b.stop)):
+        if run and (blob.pack != run[0].pack or blob.start > stop + gap or blob.stop - run[0].start > limit):
+            yield Request(run[0].pack, run[0].start, stop, tuple(run))
+            run = []
+        stop = max(stop, blob.stop) if run else blob.stop
+        run.append(blob)
+    if run:
+        yield Request(run[0].pack, run[0].start, stop, tuple(run))
+
+
+def fetch(store: Store, blobs: Iterable[Blob], tally: Tally | None = None, *, limit: int = REQUEST) -> Fetched:
+    """Read these blobs, request after request on this thread.
+
+    What is held at most: the blobs asked for, a third more for gaps between them, and one request of `limit` bytes.
+    """
+    data: dict[Blob, memoryview] = {}
+    faults: dict[Blob, Fault] = {}
+    for request in merge(blobs, limit=limit):
+        try:
+            read = store.get_range(request.pack, request.start, request.stop)
+        except NotFound:
+            faults.update(dict.fromkeys(request.blobs, Fault("a pack", "none", missing=True)))
+            continue
+        except Refused:
+            # Either the pack is shorter than its part says, or reading is not allowed: only the first is damage.
+            if (length := _length(store, request.pack)) is None or length >= request.stop:
+                raise
+            faults.update(_cut(store, request.blobs, length, data, tally))
+            continue
+        if tally is not None:
+            tally.add(requests=1, read=len(read), blobs=len(request.blobs))
+        if len(read) != request.stop - request.start:
+            found = f"{len(read)} of {request.stop - request.start} bytes"
+            faults.update(dict.fromkeys(request.blobs, Fault(f"bytes {request.start}:{request.stop}", found)))
+            continue
+        _check(request, memoryview(read), data, faults)
+    return Fetched(data, faults)
+
+
+def _check(request: Request, read: memoryview, data: dict[Blob, memoryview], faults: dict[Blob, Fault]) -> None:
+    useful = sum(blob.size for blob in request.blobs)
+    sparse = 4 * useful < 3 * read.nbytes  # a slice keeps the whole request alive, gaps included
+    for blob in request.blobs:
+        part = read[blob.start - request.start : blob.stop - request.start]
+        if (found := digest64(part)) == blob.digest:
+            data[blob] = memoryview(bytes(part)) if sparse else part
+        else:
+            faults[blob] = Fault(f"digest {blob.digest} of bytes {blob.start}:{blob.stop}", f"digest {found}")
+
+
+def _cut(
+    store: Store,
+    blobs: Sequence[Blob],
+    length: int,
+    data: dict[Blob, memoryview],
+    tally: Tally | None,
+) -> dict[Blob, Fault]:
+    """Of a pack that ends early, what lies before the end is still good."""
+    whole = [b for b in blobs if b.stop <= length]
+    faults = {b: Fault(f"bytes {b.start}:{b.stop}", f"a pack of {length} bytes") for b in blobs if b.stop > length}
+    if whole:
+        rest = fetch(store, whole, tally)
+        data.update(rest.data)
+        faults.update(rest.faults)
+    return faults
+
+
+def _length(store: Store, key: str) -> int | None:
+    """Size of an object by its listing; None if it is not listed."""
+    folder = key.rpartition("/")[0] + "/"
+    return next((entry.size for entry in store.list(folder) if entry.key == key), None)

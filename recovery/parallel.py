@@ -1,0 +1,70 @@
+"""A bounded number of threads over a stream of items: results as they come, the first error ends it all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS = 8
+"""Reads in flight: enough to hide an object store's latency, few enough to bound memory and sockets."""
+
+
+def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREADS) -> Iterator[R]:
+    """Yield ``do(item)`` for every item, in the order they finish, at most `threads` at a time.
+
+    The first exception (a `BaseException` too: a thread must not die in silence) stops the taking of new items and is
+    raised here after the running ones have ended, so that nothing works on behind the caller's back. Closing the
+    iterator does the same. Items are taken one by one under a lock, so `items` may be any generator.
+    """
+    todo = iter(items)
+    lock = threading.Lock()
+    stopped = threading.Event()
+    # Bounded, so that a slow reader of the results holds the workers back.
+    results: queue.Queue[tuple[bool, object]] = queue.Queue(maxsize=2 * threads)
+    done = object()
+
+    def put(entry: tuple[bool, object]) -> None:
+        # Wakes up now and then only to see whether the reader has gone.
+        while not stopped.is_set():
+            try:
+                results.put(entry, timeout=0.5)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            while not stopped.is_set():
+                with lock:
+                    item = next(todo, done)
+                if item is done:
+                    break
+                put((True, do(item)))  # type: ignore[arg-type]
+            put((True, done))
+        except BaseException as error:
+            put((False, error))
+
+    workers = [threading.Thread(target=work, name=f"ckpt-read-{n}", daemon=True) for n in range(threads)]
+    try:
+        for worker in workers:
+            worker.start()
+        running = len(workers)
+        while running:
+            good, value = results.get()
+            if not good:
+                assert isinstance(value, BaseException)
+                raise value
+            if value is done:
+                running -= 1
+            else:
+                yield value  # type: ignore[misc]
+    finally:
+        stopped.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()

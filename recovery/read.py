@@ -1,0 +1,165 @@
+"""The documents of one snapshot: which revision counts, its parts, and what it means when an object is not there.
+
+A reader holds no lock. When a part or a pack is not found, the snapshot is read again (PROTOCOL.md §5.4): gone, or
+replaced by a compacted revision, it was pruned under the reader; there, it is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointError, DamagedError
+from ckpt.format.manifest import Part, PartRef, Snapshot, read_part, unseal
+from ckpt.format.names import SNAPSHOTS, PartName, SnapshotId, SnapshotName
+from recovery.parallel import THREADS, in_threads
+from storage_backends.base import NotFound, Store
+
+
+class Missing(DamagedError):  # noqa: N818 - what happened, not an error a user sees
+    """An object that a snapshot names is not there: pruned or lost, as `verdict` finds out."""
+
+
+class Pruned(CheckpointError):  # noqa: N818
+    """The snapshot was removed while it was being read: take the next older one. Never leaves this room but as a
+    reason for a skip, or as `NoSnapshot`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSnapshot:
+    """A snapshot and the object it was read from (its highest readable revision)."""
+
+    key: str
+    snapshot: Snapshot
+
+    @property
+    def id(self) -> SnapshotId:
+        return self.snapshot.id
+
+
+def open_snapshot(store: Store, wanted: SnapshotId) -> OpenSnapshot:
+    """Read the snapshot, at its highest readable revision.
+
+    Raises:
+        Pruned: there is none.
+        DamagedError: there are some, and none can be read.
+        FormatTooNew: a later version wrote it.
+    """
+    listed = {name for entry in store.list(SNAPSHOTS) if (name := SnapshotName.parse(entry.key)) and name.id == wanted}
+    # The commit itself is asked for whether listed or not: a listing may lag behind.
+    names = sorted(listed | {SnapshotName(wanted)}, reverse=True)
+    damage: DamagedError | None = None
+    for name in names:
+        try:
+            return check_snapshot(store.get(name.key), name.key)
+        except NotFound:
+            continue
+        except DamagedError as error:
+            damage = damage or error
+    if damage is not None:
+        raise damage
+    raise Pruned(f"snapshot {wanted.short} ({wanted}) is no longer on {store.url}: it was pruned; take another one")
+
+
+def check_snapshot(data: bytes, key: str) -> OpenSnapshot:
+    """Decode a snapshot and compare it with its own name. Raises DamagedError, FormatTooNew."""
+    name = SnapshotName.parse(key)
+    if name is None:
+        raise ValueError(f"{key!r} is not the name of a snapshot")
+    try:
+        snapshot = unseal(data, Snapshot, key=key)
+    except DamagedError as error:
+        error.step = name.id.step
+        raise
+    found = (snapshot.id, snapshot.revision, len(snapshot.parts))
+    if found != (expected := (name.id, name.revision, snapshot.world_size)):
+        raise DamagedError(
+            f"{key}: expected (snapshot, revision, parts) {expected}, found {found}; run 'ckpt verify'",
+            key=key,
+            step=name.id.step,
+            expected=str(expected),
+            found=str(found),
+        )
+    for rank, ref in enumerate(snapshot.parts):
+        part = PartName.parse(ref.key)
+        if part is None or part.id != snapshot.id or part.rank != rank:
+            raise DamagedError(
+                f"{key}: part number {rank} is named {ref.key!r}; run 'ckpt verify'",
+                key=key,
+                step=name.id.step,
+                rank=rank,
+                expected=f"the part of rank {rank} of {snapshot.id}",
+                found=ref.key,
+            )
+    return OpenSnapshot(key, snapshot)
+
+
+def read_part_bytes(store: Store, snapshot: Snapshot, rank: int) -> bytes:
+    """The stored bytes of one rank's part, unchecked. Raises Missing."""
+    ref = snapshot.parts[rank]
+    try:
+        return store.get(ref.key)
+    except NotFound:
+        raise Missing(
+            f"step {snapshot.id.step}, rank {rank}: {ref.key} is not on {store.url}, though snapshot "
+            f"{snapshot.id} names it; run 'ckpt verify'",
+            key=ref.key,
+            step=snapshot.id.step,
+            rank=rank,
+            expected=f"{ref.length} bytes",
+            found="none",
+        ) from None
+
+
+def check_part(data: bytes, snapshot: Snapshot, rank: int) -> Part:
+    """Decode a part, compare it with what the snapshot says of it, and with its place. Raises DamagedError."""
+    ref: PartRef = snapshot.parts[rank]
+    try:
+        part = read_part(data, key=ref.key, name=ref)
+    except DamagedError as error:
+        error.step, error.rank = snapshot.id.step, rank
+        raise
+    found = (part.id, part.rank, part.world_size)
+    if found != (expected := (snapshot.id, rank, snapshot.world_size)):
+        raise DamagedError(
+            f"{ref.key}: expected (snapshot, rank, world size) {expected}, found {found}; run 'ckpt verify'",
+            key=ref.key,
+            step=snapshot.id.step,
+            rank=rank,
+            expected=str(expected),
+            found=str(found),
+        )
+    return part
+
+
+def read_parts(
+    store: Store, snapshot: Snapshot, ranks: Iterable[int] | None = None, *, threads: int = THREADS
+) -> dict[int, Part]:
+    """The parts of these ranks (all, by default), read in parallel and checked against the snapshot.
+
+    Raises:
+        Missing, DamagedError: see `verdict` for the first.
+    """
+    wanted = range(snapshot.world_size) if ranks is None else sorted(set(ranks))
+
+    def one(rank: int) -> tuple[int, Part]:
+        return rank, check_part(read_part_bytes(store, snapshot, rank), snapshot, rank)
+
+    return dict(sorted(in_threads(wanted, one, threads=min(threads, max(len(wanted), 1)))))
+
+
+def verdict(store: Store, opened: OpenSnapshot, error: DamagedError) -> DamagedError | Pruned:
+    """What an error while reading `opened` means: the error itself, or that the snapshot was pruned under the reader.
+
+    Raises:
+        StorageError: the store cannot say.
+    """
+    if not isinstance(error, Missing):
+        return error
+    try:
+        store.get(opened.key)
+    except NotFound:
+        return Pruned(
+            f"snapshot {opened.id.short} ({opened.id}) was pruned while it was being read ({error.key} is gone)"
+        )
+    return error
