@@ -159,7 +159,7 @@ class _Stream:
     def _replayed(self, place: _Place) -> Iterator[Any]:
         if place.index > 1000:
             log.info("data: drawing %d batches again to get back to where epoch %d stood", place.index, place.epoch)
-        iterator = iter(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
         for drawn in range(place.index):
             if next(iterator, _END) is _END:
                 raise LayoutMismatch(

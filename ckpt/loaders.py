@@ -58,8 +58,12 @@ def resumes_itself(loader: Any) -> bool:
     """Whether ``load_state_dict`` then ``iter`` brings the position back; otherwise it is replayed."""
     if not callable(getattr(loader, "state_dict", None)) or not callable(getattr(loader, "load_state_dict", None)):
         return False
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader):
         return True
+    if isinstance(loader.dataset, IterableDataset):
+        # torchdata fast-forwards a stream without a state itself, and counts those batches twice: the second resume
+        # would end up elsewhere (torchdata 0.11). Replaying costs the same and is right.
+        return hasattr(loader.dataset, "load_state_dict")
     order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     # A batch sampler that is not torchdata's own is fast-forwarded by it inside the first next(), when the random
     # states are already those of the save: a shuffle drawn then is another one. Replaying is right, if slower.
@@ -88,7 +92,7 @@ def describe(loader: Any) -> dict[str, Any]:
     about["batch size"] = loader.batch_size if batches is None else _plain_int(getattr(batches, "batch_size", None))
     about["drop_last"] = bool(getattr(batches, "drop_last", loader.drop_last))
     if resumes_itself(loader):
-        about["workers"] = loader.num_workers  # its state has one part for each
+        about["workers"] = loader.num_workers  # its state has a part for each
     return about
 
 
