@@ -1,0 +1,321 @@
+"""Runs and the fence: who may write here, and how a second job notices (PROTOCOL.md §3).
+
+A run's document is written before its first pack is read or written. A crash
+  before the document  leaves nothing;
+  after it             leaves a run without a commit, which changes nothing: it only takes a generation.
+
+Nothing here locks. Every object carries its run's id, so two jobs that both believe in themselves never mix; the older
+one finds the newer one's document before its next snapshot, and stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from ckpt.errors import DamagedError, StoreInUse
+from ckpt.format.manifest import FORMAT, Alive, PruneDoc, RunDoc, StoreDoc, seal, unseal
+from ckpt.format.names import (
+    PACKS,
+    PARTS,
+    PRUNES,
+    RUNS,
+    SNAPSHOTS,
+    STORE_KEY,
+    RunId,
+    SnapshotId,
+    SnapshotName,
+    alive_key,
+    parse_run_key,
+    run_key,
+)
+from ckpt.history.clock import Clock
+from storage_backends.base import NotFound, StorageError, Store
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+"""Seconds between two heartbeats."""
+
+SILENT = 3
+"""A run that does not beat for so many intervals is taken over."""
+
+_KIND = StoreDoc(FORMAT).kind
+
+_NO_PROC = secrets.token_hex(8)  # names this very process where /proc cannot
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process, for ever: `pid_started` tells it from a later process with its pid, `boot` and `pid_space` (of the
+    pid namespace) say whose pids these are. `job`: torchrun's run id, or None."""
+
+    host: str
+    pid: int
+    pid_started: str
+    boot: str
+    pid_space: str
+    job: str | None
+
+
+def identity(job: str | None) -> Identity:
+    """Who this process is. `job` None or "none" (torchrun's default) names no job."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - "pid:[4026531836]" is not a path
+    except OSError:
+        boot = space = ""
+    started = _started(os.getpid()) or _NO_PROC
+    return Identity(socket.gethostname(), os.getpid(), started, boot, space, None if job == "none" else job)
+
+
+def _started(pid: int) -> str | None:
+    """When this process started, in ticks since boot; None if there is none, or it only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def ensure_store(store: Store) -> None:
+    """Write store.json if it is not there. Constant bytes: whoever writes it twice, or at once, changes nothing.
+
+    Raises:
+        DamagedError: it is there and is something else.
+        FormatTooNew: a newer version of this library made the store.
+    """
+    try:
+        data = store.get(STORE_KEY)
+    except NotFound:
+        store.put(STORE_KEY, seal(StoreDoc(FORMAT)))
+        return
+    doc = unseal(data, StoreDoc, key=STORE_KEY)
+    if doc.kind != _KIND:
+        text = f"{store.url}: {STORE_KEY} says {doc.kind!r}, expected {_KIND!r}; give another URL"
+        raise DamagedError(text, key=STORE_KEY, expected=_KIND, found=doc.kind)
+
+
+def history_exists(store: Store) -> bool:
+    """Whether there is a snapshot, readable or not: something a job that starts at step 0 would leave behind."""
+    return any(SnapshotName.parse(e.key) for e in store.list(SNAPSHOTS))
+
+
+def newest_run(store: Store) -> RunId | None:
+    """The newest run that has a document; by its name, so a damaged document counts too."""
+    return max((run for e in store.list(RUNS) if (run := parse_run_key(e.key))), default=None)
+
+
+def open_run(
+    store: Store,
+    clock: Clock,
+    *,
+    world_size: int,
+    resumed_from: SnapshotId | None,
+    who: Identity,
+    interval: float = INTERVAL,
+    nonce: Callable[[], str] = lambda: secrets.token_hex(4),
+) -> RunId:
+    """Open the run of this start of the job: called by rank 0, and broadcast.
+
+    Whoever resumes must then ask `claimed_by_prune` before it reads: the document is its claim.
+
+    Args:
+        store: where.
+        clock: for waiting on another run's heartbeat.
+        world_size: number of ranks.
+        resumed_from: the snapshot this run restores, if any.
+        who: this process.
+        interval: seconds between heartbeats, this run's and (unless its own says so) the other's.
+        nonce: eight random hex digits.
+
+    Raises:
+        StoreInUse: another job is writing here: its heartbeat advances.
+        StorageError: the store failed; the document may have landed, and then only takes a generation.
+    """
+    settled: RunId | None = None
+    while (newest := newest_run(store)) is not None and newest != settled:
+        waited = _take_over(store, clock, newest, who, interval)
+        settled = newest
+        if not waited:
+            break
+    run = RunId(1 + _largest_generation(store, newest), nonce())
+    doc = RunDoc(
+        format=FORMAT,
+        run=str(run),
+        world_size=world_size,
+        host=who.host,
+        pid=who.pid,
+        pid_started=who.pid_started,
+        boot=who.boot,
+        pid_space=who.pid_space,
+        job=who.job,
+        started=clock.wall(),
+        resumed_from=None if resumed_from is None else str(resumed_from),
+        versions=_versions(),
+    )
+    store.put(run_key(run), seal(doc))
+    return run
+
+
+def in_use(store: Store, run: RunId, why: str) -> StoreInUse:
+    """The error that names the job behind `run`."""
+    doc = _run_doc(store, run)
+    if doc is None:
+        text = f"{store.url}: {why}: run {run}, whose document cannot be read; give this job a URL of its own"
+        return StoreInUse(text, run=str(run), host="?", pid=0, job=None, started=0.0)
+    job = f"job {doc.job}" if doc.job else "no job id"
+    started = datetime.fromtimestamp(doc.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    text = (
+        f"{store.url}: {why}: run {run} of host {doc.host}, pid {doc.pid}, {job}, started {started}; "
+        "stop one of the two jobs, or give this one a URL of its own"
+    )
+    return StoreInUse(text, run=str(run), host=doc.host, pid=doc.pid, job=doc.job, started=doc.started)
+
+
+def claimed_by_prune(store: Store, id_: SnapshotId) -> bool:
+    """Whether a prune has announced that this snapshot goes.
+
+    Whoever resumes from or pins a snapshot writes that down first, then asks this, and gives way to a prune: that one
+    announces first and looks for claims then, so it may not have seen this one.
+    """
+    for entry in store.list(PRUNES):
+        try:
+            doc = unseal(store.get(entry.key), PruneDoc, key=entry.key)
+        except NotFound:
+            continue  # done, and everything it named is gone
+        except DamagedError as error:
+            # Not taken as a claim on everything: one rotten announcement would forbid every restore for ever, and
+            # the harm it may do while its prune still runs is a clear NotFound.
+            log.warning("%s; its claims are ignored", error)
+            continue
+        if str(id_) in doc.snapshots:
+            return True
+    return False
+
+
+def put_alive(store: Store, run: RunId, beat: int, *, ended: bool, interval: float = INTERVAL) -> None:
+    """Say that `run` lives: the one object that is rewritten."""
+    store.put(alive_key(run), seal(Alive(FORMAT, str(run), beat, ended, interval)))
+
+
+class Heartbeat:
+    """Beats for a run on a thread of its own: a put may block the writer for longer than three intervals.
+
+    A beat that fails is tried again at the next interval; what a dead heartbeat costs is that another job may take
+    over, which the fence makes harmless.
+    """
+
+    def __init__(self, store: Store, run: RunId, interval: float = INTERVAL) -> None:
+        self._store, self._run, self._interval = store, run, interval
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._beat, name=f"ckpt-heartbeat-{run}", daemon=True)
+
+    def start(self) -> None:
+        """The first beat is put at once, from the thread."""
+        self._thread.start()
+
+    def stop(self, ended: bool, timeout: float = 5.0) -> None:
+        """Stop beating; `ended`: say that this run is over, so that the next one need not wait. Returns after at most
+        `timeout` seconds, whatever the store does; a run not marked as ended is merely taken over later."""
+        self._ended = ended
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _beat(self) -> None:
+        beat = 0
+        while True:
+            stopping = self._stop.is_set()
+            # The last beat is put here too, not by stop(): one writer, so an earlier put cannot overtake it.
+            if not stopping or self._ended:
+                try:
+                    put_alive(self._store, self._run, beat, ended=stopping and self._ended, interval=self._interval)
+                except StorageError as error:
+                    log.warning("heartbeat of run %s: %s", self._run, error)
+            if stopping:
+                return
+            beat += 1
+            self._stop.wait(self._interval)
+
+
+def _take_over(store: Store, clock: Clock, run: RunId, who: Identity, interval: float) -> bool:
+    """Return once `run` may be taken over; whether that took a wait. Raises StoreInUse if it lives."""
+    doc = _run_doc(store, run)
+    if doc is not None and (_same_process(doc, who) or _same_job(doc, who) or _dead(doc, who)):
+        return False
+    first = _alive(store, run)
+    if first is not None and first.ended:
+        return False
+    period = interval if first is None else min(max(first.interval, 0.0), 6 * interval)
+    deadline = clock.monotonic() + SILENT * period
+    while (left := deadline - clock.monotonic()) > 0:
+        clock.sleep(min(period / 4, left))
+        now = _alive(store, run)
+        if now is not None and now.ended:
+            break
+        if now is not None and (first is None or now.beat != first.beat):
+            raise in_use(store, run, "another job writes here, its heartbeat advances")
+    return True
+
+
+def _same_process(doc: RunDoc, who: Identity) -> bool:
+    return (doc.host, doc.pid, doc.pid_started, doc.boot, doc.pid_space) == (
+        who.host, who.pid, who.pid_started, who.boot, who.pid_space,
+    )  # fmt: skip
+
+
+def _same_job(doc: RunDoc, who: Identity) -> bool:
+    return who.job not in (None, "none") and doc.job == who.job
+
+
+def _dead(doc: RunDoc, who: Identity) -> bool:
+    """A process of this host that is no more. Another boot or pid namespace proves nothing: two machines may share a
+    name, and a container cannot see its neighbour's processes; those must fall silent."""
+    mine = (doc.host, doc.boot, doc.pid_space) == (who.host, who.boot, who.pid_space)
+    return bool(who.boot) and mine and _started(doc.pid) != doc.pid_started
+
+
+def _run_doc(store: Store, run: RunId) -> RunDoc | None:
+    try:
+        return unseal(store.get(run_key(run)), RunDoc, key=run_key(run))
+    except (NotFound, DamagedError):
+        return None
+
+
+def _alive(store: Store, run: RunId) -> Alive | None:
+    try:
+        return unseal(store.get(alive_key(run)), Alive, key=alive_key(run))
+    except (NotFound, DamagedError):
+        return None
+
+
+def _largest_generation(store: Store, newest: RunId | None) -> int:
+    """The largest generation that any name tells of, whether or not its run's document is (still) there."""
+    largest = 0 if newest is None else newest.generation
+    for prefix in (RUNS, SNAPSHOTS, PARTS, PACKS):
+        for entry in store.list(prefix):
+            run = RunId.parse(entry.key[len(prefix) :][:15])
+            if run is not None:
+                largest = max(largest, run.generation)
+    return largest
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("incremental-ckpt", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
