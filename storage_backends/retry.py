@@ -105,8 +105,9 @@ class RetryingStore:
         try:
             return attempts(attempt)
         except Unavailable as error:
-            where = "could not list" if verb == "list" else f"could not {verb.replace('_', ' ')}"
-            message = f"{self.url}: {where} {key!r}: gave up after {tries} attempts in {spent():.1f} s; last: {error}"
+            last = str(error).removeprefix(f"{self.url}: ")
+            times = f"{tries} attempt{'s' if tries > 1 else ''} in {spent():.1f} s"
+            message = f"{self.url}: could not {verb.replace('_', ' ')} {key!r}: gave up after {times}; last: {last}"
             raise Unavailable(message, store=error.store, key=error.key, attempts=tries, seconds=spent()) from error
         except StorageError as error:
             # Kept as it is: what it says is already the answer; only the count is known here alone.

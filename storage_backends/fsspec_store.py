@@ -1,0 +1,345 @@
+"""Any fsspec backend as a `Store`: private instances, no listings cache, no transactions, exact ranges, our own errors.
+
+What differs between backends is in the table of `facts`; nothing here asks for a backend's name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from storage_backends.base import (
+    Buffer,
+    Entry,
+    NotFound,
+    Refused,
+    StorageError,
+    Unavailable,
+    check_key,
+    check_prefix,
+    check_range,
+    delete_failed,
+    is_key,
+    past_the_end,
+)
+from storage_backends.causes import meaning
+from storage_backends.facts import FileSystem, facts_of
+from storage_backends.parallel import each
+
+TEMPORARY = ".tmp-"
+
+_USER = re.compile(r"(?<=://)([^/@:]*):([^/@]*)@")
+_SECRET = re.compile(
+    r"secret|passw|passphrase|token|sas|credential|connection_string|account_key|private", re.IGNORECASE
+)
+
+
+class FsspecStore:
+    """Objects below an fsspec URL.
+
+    Args:
+        url: such as ``s3://bucket/run7`` or ``sftp://host/data/run7``.
+        storage_options: for fsspec, such as ``endpoint_url``.
+
+    Raises:
+        Refused: no such scheme, its library is not installed, or the URL names no place.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        given = dict(storage_options or {})
+        self._url = public_url(url)
+        self._secrets = _secrets_in(url, given)
+        protocol = url.partition("://")[0]
+        self._facts = facts_of(protocol)
+        cls = _class_of(protocol, store=self._url, extra=self._facts.extra)
+        try:
+            # fsspec's own order of precedence: what the caller says explicitly, then the URL. Ours come last.
+            options = _merged(self._facts.options, {**cls._get_kwargs_from_urls(url), **given})
+            self._root = str(cls._strip_protocol(url)).rstrip("/")
+        except Exception as error:
+            raise self._explain(error, "open", "") from error
+        if not self._root and protocol != "memory" and not self._facts.folders:
+            raise Refused(f"{self._url}: names no bucket; expected {protocol}://bucket/path", store=self._url, key="")
+
+        def make() -> FileSystem:
+            fs = cls(**options, skip_instance_cache=True)
+            # By attribute, since not every constructor passes the option on (SFTP sends it to paramiko).
+            fs.dircache.use_listings_cache = False
+            for name, value in self._facts.attributes.items():
+                setattr(fs, name, value)
+            return fs
+
+        self._instances = _Instances(make, shared=self._facts.shared)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, key: str, data: Buffer) -> None:
+        check_key(key, store=self.url)
+        whole = data if isinstance(data, bytes) else bytes(data)
+        path = self._path(key)
+        with self._asking("put", key) as fs:
+            try:
+                self._publish(fs, path, whole)
+            except FileNotFoundError:
+                if not self._facts.folders:
+                    raise
+                # Made only when missing: a put costs no request more where the folder is there, which is mostly.
+                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._publish(fs, path, whole)
+
+    def get(self, key: str) -> bytes:
+        check_key(key, store=self.url)
+        with self._asking("get", key) as fs:
+            return self._facts.read(fs, self._path(key), None, None)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        check_range(key, start, stop, store=self.url)
+        path = self._path(key)
+        with self._asking("get_range", key) as fs:
+            data = b""
+            if start < stop:  # an empty range cannot be written in HTTP; only its bounds are checked, below
+                try:
+                    data = self._facts.read(fs, path, start, stop)
+                except Exception as error:
+                    if meaning(error) is Refused:  # 416 comes in a different exception from each backend
+                        self._check_end(fs, key, start, stop)
+                    raise
+            if len(data) != stop - start or start == stop:
+                self._check_end(fs, key, start, stop)
+            if len(data) != stop - start:
+                message = f"{self.url}: {key}: asked for bytes {start} to {stop}, got {len(data)} of {stop - start}"
+                raise Unavailable(message, store=self.url, key=key)
+            return data
+
+    def list(self, prefix: str) -> Sequence[Entry]:
+        check_prefix(prefix, store=self.url)
+        found = []
+        for info in self._find(prefix) if self._facts.flat else self._walk(prefix):
+            key = self._key(info["name"])
+            if info["type"] == "file" and is_key(key) and key.startswith(prefix):
+                found.append(Entry(key, int(info["size"] or 0), _mtime(info, self._facts.mtime)))
+        return sorted(found, key=lambda entry: entry.key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key, store=self.url)
+
+        def remove(key: str) -> StorageError | None:
+            try:
+                with self._asking("delete", key) as fs:
+                    fs.rm_file(self._path(key))
+            except NotFound:
+                return None
+            except StorageError as error:
+                return error
+            return None
+
+        results = each(remove, keys, threads=self._facts.threads)
+        failures = [(key, error) for key, error in zip(keys, results, strict=True) if error is not None]
+        if failures:
+            raise delete_failed(failures, len(keys), store=self.url)
+
+    # Paths
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _key(self, name: str) -> str:
+        """The key of a listed name; "" if it does not lie below the root."""
+        # Some backends list names with a leading slash that their paths have not, some the other way round.
+        root = f"{self._root}/".lstrip("/")
+        name = name.lstrip("/")
+        return name[len(root) :] if name.startswith(root) else ""
+
+    # Requests
+
+    def _publish(self, fs: FileSystem, path: str, data: bytes) -> None:
+        if self._facts.whole:
+            self._facts.write(fs, path, data)
+            return
+        temporary = f"{path.rpartition('/')[0]}/{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            self._facts.write(fs, temporary, data)
+            fs.mv(temporary, path)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell; a left-over is hidden, and harmless
+                fs.rm_file(temporary)
+            raise
+
+    def _check_end(self, fs: FileSystem, key: str, start: int, stop: int) -> None:
+        """Refuse a range that the object is too short for; raises FileNotFoundError if there is no object."""
+        info = fs.info(self._path(key))
+        if info["type"] == "directory":
+            raise FileNotFoundError(key)
+        if stop > info["size"]:
+            raise past_the_end(key, start, stop, info["size"], store=self.url)
+
+    def _find(self, prefix: str) -> Iterable[Mapping[str, Any]]:
+        try:
+            with self._asking("list", prefix) as fs:
+                fs.invalidate_cache()
+                found = fs.find(self._path(prefix).rstrip("/"), detail=True)
+        except NotFound:
+            return []
+        # adlfs answers with a bare list when the prefix itself is an object: nothing lies below it.
+        return found.values() if isinstance(found, dict) else []
+
+    def _walk(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        todo = [self._path(prefix).rstrip("/") or "/"]
+        while todo:
+            folders: list[str] = []
+            for infos in each(self._list_folder, todo, threads=self._facts.threads):
+                for info in infos:
+                    if info["type"] == "directory" and is_key(self._key(info["name"].rstrip("/"))):
+                        folders.append(info["name"].rstrip("/"))
+                    else:
+                        yield info
+            todo = folders
+
+    def _list_folder(self, path: str) -> Sequence[Mapping[str, Any]]:
+        """What lies directly in a folder; nothing if it has been removed, or is an object."""
+        try:
+            with self._asking("list", self._key(path)) as fs:
+                fs.invalidate_cache()
+                infos = [info for info in fs.ls(path, detail=True) if info["name"].strip("/") != path.strip("/")]
+                for info in infos:
+                    if info["type"] == "link" and fs.isdir(info["name"]):
+                        # Left out, "moved to another disk" would look like "empty".
+                        message = f"{self.url}: {info['name']} is a symbolic link to a folder; a store follows none"
+                        raise Refused(message, store=self.url, key=self._key(path))
+                return infos
+        except NotFound:
+            return []
+
+    @contextmanager
+    def _asking(self, verb: str, key: str) -> Iterator[FileSystem]:
+        """An instance for one call; whatever goes wrong with it becomes a `StorageError` that names store and key."""
+        try:
+            with self._instances.borrowed() as fs:
+                yield fs
+        except StorageError:
+            raise
+        except Exception as error:
+            raise self._explain(error, verb, key) from error
+
+    def _explain(self, error: Exception, verb: str, key: str) -> StorageError:
+        kind = meaning(error)
+        if verb == "put" and kind is NotFound:
+            # Where folders are real, one was removed under our feet; elsewhere only the bucket can be missing.
+            kind = Unavailable if self._facts.folders else Refused
+        elif verb in ("get", "get_range", "list", "delete") and isinstance(
+            error, IsADirectoryError | NotADirectoryError
+        ):
+            kind = NotFound
+        text = f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        what = "is not there" if kind is NotFound else f"{verb} failed"
+        return kind(f"{self.url}: {key or 'the root'}: {what}: {text}", store=self.url, key=key)
+
+
+class _Instances:
+    """Private instances of one backend: one for all threads, or one for each call in flight.
+
+    An instance that failed is not used again where each call has its own: its connection may be what broke, and the
+    next attempt then opens another. After a fork the child makes its own: neither sockets nor event loops survive it.
+    """
+
+    def __init__(self, make: Callable[[], FileSystem], *, shared: bool) -> None:
+        self._make = make
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._idle: list[FileSystem] = []
+        self._pid = os.getpid()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[FileSystem]:
+        if self._pid != os.getpid():
+            self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
+        if self._shared:
+            with self._lock:
+                if not self._idle:
+                    self._idle.append(self._make())
+            yield self._idle[0]
+            return
+        with self._lock:
+            fs = self._idle.pop() if self._idle else None
+        if fs is None:
+            fs = self._make()
+        try:
+            yield fs
+        except Exception as error:
+            if meaning(error) is NotFound:
+                self._give_back(fs)
+            raise
+        self._give_back(fs)
+
+    def _give_back(self, fs: FileSystem) -> None:
+        with self._lock:
+            self._idle.append(fs)
+
+
+def public_url(url: str) -> str:
+    """The URL without what must not be shown: a password, and a query, which may hold a signature."""
+    return _USER.sub(r"\1@", url.partition("?")[0]).rstrip("/")
+
+
+def _secrets_in(url: str, options: Mapping[str, Any]) -> frozenset[str]:
+    """Texts that no message may show. Short ones are left: replacing "a" everywhere would hide nothing but sense."""
+    found = {match[2] for match in _USER.finditer(url)} | {url.partition("?")[2]}
+
+    def look(mapping: Mapping[str, Any]) -> None:
+        for name, value in mapping.items():
+            if isinstance(value, Mapping):
+                look(value)
+            elif isinstance(value, str) and (_SECRET.search(name) or name == "key"):
+                found.add(value)
+
+    look(options)
+    return frozenset(text for text in found if len(text) >= 4)
+
+
+def _class_of(protocol: str, *, store: str, extra: str | None) -> Any:
+    from fsspec import get_filesystem_class  # here, not above: local stores start without it
+
+    try:
+        return get_filesystem_class(protocol)
+    except ImportError as error:
+        install = f"pip install 'incremental-ckpt[{extra}]'" if extra else "install what it names"
+        raise Refused(
+            f"{store}: {protocol}:// needs a library that is missing ({error}); {install}", store=store, key=""
+        ) from error
+    except ValueError as error:
+        known = "a path, file://, memory://, s3://, gs://, abfs://, sftp://, or another scheme that fsspec knows"
+        raise Refused(f"{store}: unknown scheme {protocol}://; expected {known}", store=store, key="") from error
+
+
+def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`theirs` over `ours`, one level into mappings, so that one setting of theirs does not drop all of ours."""
+    merged = {**ours, **theirs}
+    for name, value in ours.items():
+        if isinstance(value, Mapping) and isinstance(theirs.get(name), Mapping):
+            merged[name] = {**value, **theirs[name]}
+    return merged
+
+
+def _mtime(info: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """The modification time of a listed object as POSIX seconds, in whatever form the backend gives it."""
+    for name in names:
+        match info.get(name):
+            case datetime() as moment:
+                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+            case int() | float() as seconds:
+                return float(seconds)
+            case str() as text:
+                with suppress(ValueError):
+                    return _mtime({name: datetime.fromisoformat(text)}, [name])
+    return None
