@@ -142,7 +142,7 @@ class Task:
     young: bool
 
 
-def task(job: SaveJob, index: int, digest: str, held: Held | None, old: int | None, *, keyframe: bool) -> Task:
+def task_of(job: SaveJob, index: int, digest: str, held: Held | None, old: int | None, *, keyframe: bool) -> Task:
     """What to encode for piece `index`. `keyframe`: without a base, whatever it may save."""
     piece = job.layout.pieces[index]
     new = job.data[piece.start : piece.stop]

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from ckpt.format.manifest import Blob
 from ckpt.format.names import PackName, SnapshotId
-from ckpt.format.pack import PackBuilder
+from ckpt.format.pack import TEXT_BOUND, PackBuilder
 from ckpt.saving.diff import Encoded
 from ckpt.saving.policy import Lifetime
 from ckpt.saving.threads import Crew, Pending
@@ -25,9 +25,6 @@ from storage_backends.base import Store
 
 TINY = 1 << 20
 """A group of fewer bytes at the end of a save shares its pack."""
-
-HEADER = 320
-"""Bytes a blob takes in the header of its pack, at most: names, digests and commas."""
 
 Group: TypeAlias = tuple[Lifetime, str]
 
@@ -82,7 +79,7 @@ class Outbox:
         """Take a blob in. Raises what an upload raised, at the latest in `finish`."""
         while self._flying and self._flying[0][0].over:
             self._land()
-        size = len(blob.blob) + HEADER
+        size = len(blob.blob) + TEXT_BOUND
         pack = self._groups.setdefault(group, _Open())
         if pack.size + size > self._pack_limit:
             self._send(pack)

@@ -104,7 +104,7 @@ def nearly_dead(
     found = set()
     for pack, size in cost.items():
         name = PackName.parse(pack)
-        if name is not None and name.rank == rank and size < ALIVE * packs[pack]:
+        if name is not None and name.rank == rank and size < ALIVE * packs.get(pack, 0):
             found.add(pack)
         breathe()
     return frozenset(found)

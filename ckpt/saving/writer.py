@@ -1,0 +1,340 @@
+"""The background writer of one rank: one save at a time, from captured bytes to a commit that was seen.
+
+The order of writes, and what a crash leaves behind:
+  packs               nobody names them; prune removes them after `grace`;
+  then the part       nobody names it; the step never existed;
+  then the snapshot   (whoever is last writes it) a complete step.
+
+The reference moves forward only when the commit was *seen*. A save that failed, for whatever reason, changes nothing
+for the next one: that one leans on the last commit seen, whose packs every part says are still needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointError, SaveFailed, StorageError, StoreInUse
+from ckpt.format.manifest import PartHead, PartRef, digest128, write_part
+from ckpt.format.names import PartName, SnapshotId
+from ckpt.format.pack import PACK_LIMIT
+from ckpt.format.probe import Learned
+from ckpt.history import commit
+from ckpt.history.clock import Clock
+from ckpt.saving.breath import Breath
+from ckpt.saving.diff import Held
+from ckpt.saving.job import Failed, Outcome, Reference, Report, Saved, SaveJob
+from ckpt.saving.packing import Outbox
+from ckpt.saving.policy import Rule
+from ckpt.saving.storing import Bench, Storing, Tally
+from ckpt.saving.threads import Crew, background
+from storage_backends.base import Store
+
+log = logging.getLogger(__name__)
+
+UPLOADS = 2
+"""Packs under way at once: one put's latency hides behind the other's bytes, and a pool would only take memory."""
+
+
+def spare_workers() -> int:
+    """Encode workers where nobody says how many: the cores this process may use but one, which trains; at least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    return max(1, cores - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """How one rank writes.
+
+    Attributes:
+        amplification: stored bytes one may have to read for a chunk, over those of a keyframe.
+        commit_wait: seconds to wait for the other ranks' parts.
+        memory: bytes of encoded chunks held until they are on the store.
+        workers: encode threads; None: the spare cores.
+        pack_limit: bytes of one pack at most.
+    """
+
+    amplification: float = 1.5
+    commit_wait: float = 600.0
+    memory: int = 256 << 20
+    workers: int | None = None
+    pack_limit: int = PACK_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class _Unseen:
+    """A part that is on the store, perhaps, of a save whose commit was not seen."""
+
+    id: SnapshotId
+    own: PartRef
+
+
+class Writer:
+    """Saves handed over one at a time are stored by threads of its own, all daemons at nice 19, which outlive whatever
+    a save raises. Nothing here starts before the first `submit`."""
+
+    def __init__(self, store: Store, clock: Clock, settings: WriterSettings) -> None:
+        self._store = store
+        self._clock = clock
+        self._settings = settings
+        self._learned = Learned()
+        self._encoders = Crew("ckpt-encode", settings.workers or spare_workers(), Bench)
+        self._uploaders = Crew("ckpt-upload", UPLOADS, lambda: None)
+        self._thread: threading.Thread | None = None
+        # Guards the fields up to the blank line. Re-entrant by default, as it must be: a signal handler may close the
+        # checkpointer while the thread it interrupted is in here.
+        self._changed = threading.Condition()
+        self._next: tuple[SaveJob, Callable[[Outcome], None]] | None = None
+        self._busy = False
+        self._delivering = False
+        self._stopped = False
+        self._give_up = False
+        self._abandoned: int | None = None
+
+        # Touched by whoever is the only one at work: the writer's thread while busy, else the caller.
+        self._held: Held | None = None
+        self._unseen: _Unseen | None = None
+
+    # --- the caller's side ----------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight. False before `done` is called, so that `done` may wake who submits the next."""
+        return self._busy
+
+    @property
+    def reference(self) -> Reference | None:
+        """The last commit seen, which the next diff leans on; its `data` must not be written to."""
+        held = self._held
+        return None if held is None else held.reference
+
+    def adopt(self, reference: Reference | None) -> None:
+        """Lean on this committed state from now on (None: on nothing, the next save is full). A restore ends in it:
+        what was the reference before may belong to a line that is abandoned now, and pruned soon.
+
+        Its bytes need not be trusted: each chunk is compared with its digest before it is used.
+
+        Raises:
+            RuntimeError: a save is in flight.
+            ValueError: the table or the bytes do not fit the layout.
+        """
+        with self._changed:
+            if self._busy:
+                raise RuntimeError("adopt() while a save is in flight; wait() first")
+            if reference is None:
+                self._held = None
+            else:
+                pieces, nbytes = len(reference.layout.pieces), reference.layout.nbytes
+                if len(reference.table) != pieces or len(reference.data) != nbytes:
+                    raise ValueError(
+                        f"reference {reference.id}: {len(reference.table)} chunks and {len(reference.data)} bytes "
+                        f"where its layout has {pieces} and {nbytes}"
+                    )
+                unknown = {blob.pack for chunk in reference.table for blob in chunk.blobs} - reference.packs.keys()
+                if unknown:
+                    raise ValueError(f"reference {reference.id}: no length is given for pack {min(unknown)}")
+                self._held = Held(reference, bytearray(b"\1") * pieces)
+            self._unseen = None
+
+    def submit(self, job: SaveJob, done: Callable[[Outcome], None]) -> None:
+        """Hand a save over and return at once. `done` is called on the writer's thread, exactly once.
+
+        Raises:
+            RuntimeError: a save is in flight, or the writer was stopped.
+        """
+        with self._changed:
+            if self._stopped:
+                raise RuntimeError(f"step {job.id.step}: this writer was stopped")
+            if self._busy:
+                raise RuntimeError(f"step {job.id.step}: the save before is still in flight; wait() first")
+            self._start()
+            self._busy = True
+            self._abandoned = None
+            self._next = (job, done)
+            self._changed.notify_all()
+
+    def abandon(self, step: int) -> None:
+        """Another rank failed to save `step`: do not wait for its commit any longer, if it is in flight."""
+        self._abandoned = step
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until no save is in flight and its `done` has returned; False if that takes longer than `timeout` s."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._busy or self._delivering), timeout)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Let the save in flight end, and then the threads. False if it has not within `timeout` seconds: it is told
+        to give its commit up, and left behind; being daemons, its threads do not keep the process."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        idle = self.wait(timeout)
+        if not idle:
+            self._give_up = True
+        return idle
+
+    # --- the writer's thread --------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._encoders.start()
+        self._uploaders.start()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="ckpt-writer", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        background()
+        while (work := self._take()) is not None:
+            job, done = work
+            outcome = self._outcome(job)
+            with self._changed:
+                self._busy, self._delivering = False, True
+                self._changed.notify_all()
+            try:
+                done(outcome)
+            except BaseException:  # the saves to come are worth more than this message
+                log.exception("step %d: whoever waited for its outcome failed", job.id.step)
+            with self._changed:
+                self._delivering = False
+                self._changed.notify_all()
+            del work, job, done, outcome  # they hold the captured state, and this thread now sleeps
+        self._encoders.stop()
+        self._uploaders.stop()
+
+    def _take(self) -> tuple[SaveJob, Callable[[Outcome], None]] | None:
+        """The next save, or None once the writer was stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._stopped)
+            work, self._next = self._next, None
+            return work
+
+    def _outcome(self, job: SaveJob) -> Outcome:
+        tally = Tally()
+        # Made before anything can go wrong: a process out of memory may not be able to make it afterwards.
+        text = f"step {job.id.step}, rank {job.rank}: saving failed, and there was no memory left to say how"
+        last_resort = Failed(SaveFailed(text, step=job.id.step, stage="writer"), Report())
+        try:
+            return self._save(job, tally)
+        except BaseException as error:  # whatever it is, the next save must work (MemoryError, a crash in a test)
+            try:
+                failure = _failure(job, tally.stage, error)
+                _forget_frames(failure)
+                return Failed(failure, tally.report())
+            except BaseException:
+                return last_resort
+
+    def _save(self, job: SaveJob, tally: Tally) -> Saved:
+        breathe = Breath()
+        started = time.perf_counter()
+        self._look_again()
+        outbox = Outbox(
+            self._store,
+            self._uploaders,
+            job.id,
+            job.rank,
+            pack_limit=self._settings.pack_limit,
+            memory=self._settings.memory,
+            breathe=breathe,
+        )
+        held = Storing(
+            job,
+            self._held,
+            rule=Rule(self._settings.amplification),
+            learned=self._learned,
+            encoders=self._encoders,
+            outbox=outbox,
+            tally=tally,
+            breathe=breathe,
+        ).run()
+        mark = time.perf_counter()
+        data = write_part(self._head(job, tally), job.layout, held.reference.table, held.reference.packs, breathe)
+        own = PartRef(PartName(job.id, job.rank).key, len(data), digest128(data))
+        tally.document = len(data)
+        tally.spend("part", time.perf_counter() - mark)
+        tally.stage = "upload"
+        # From here on the step may come to exist, whatever happens to us.
+        self._unseen = _Unseen(job.id, own)
+        mark = time.perf_counter()
+        own = commit.put_part(self._store, job.id, job.rank, data)
+        tally.spend("upload", time.perf_counter() - mark)
+        tally.stage = "commit"
+        mark = time.perf_counter()
+        snapshot = commit.publish(
+            self._store,
+            self._clock,
+            id=job.id,
+            rank=job.rank,
+            world_size=job.world_size,
+            own=own,
+            wait=self._settings.commit_wait,
+            stopped=lambda: self._give_up or self._abandoned == job.id.step,
+            breathe=breathe,
+        )
+        tally.spend("commit", time.perf_counter() - mark)
+        self._held, self._unseen = held, None
+        tally.spend("total", time.perf_counter() - started)
+        return Saved(snapshot, tally.report())
+
+    def _head(self, job: SaveJob, tally: Tally) -> PartHead:
+        reference = self.reference
+        return PartHead(
+            run=job.id.run,
+            step=job.id.step,
+            world_size=job.world_size,
+            rank=job.rank,
+            ownership=job.ownership,
+            reference=None if reference is None else reference.id,
+            time=job.time,
+            metrics=job.metrics,
+            stored=dict(sorted(tally.stored.items())),
+            aliases=job.aliases,
+            replicas=job.replicas,
+            values=job.values,
+        )
+
+    def _look_again(self) -> None:
+        """Whether a commit that was not seen has come about meanwhile. Only to say so: the reference stays the older
+        one, because the bytes of that state are gone, and every snapshot from the oldest reference upward is kept."""
+        unseen, self._unseen = self._unseen, None
+        if unseen is None:
+            return
+        try:
+            landed = commit.look(self._store, unseen.id, unseen.own)
+        except (StorageError, CheckpointError) as error:
+            log.warning("step %d: whether it was committed after all is unknown: %s", unseen.id.step, error)
+            return
+        if landed is not None:
+            log.warning("step %d was reported as failed, but its commit has landed: it exists", unseen.id.step)
+
+
+def _failure(job: SaveJob, stage: str, error: BaseException) -> Exception:
+    """What the ticket shows."""
+    if isinstance(error, SaveFailed | StoreInUse):
+        return error
+    what = str(error) or "no more is known"
+    text = (
+        f"step {job.id.step}, rank {job.rank}: {stage} failed: {type(error).__name__}: {what}; "
+        "the step was not seen committed, training may go on, and the next save stands by itself"
+    )
+    failure = SaveFailed(text, step=job.id.step, stage=stage)
+    failure.__cause__ = error
+    return failure
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what the stack frames hold: views of the captured state and encoded chunks. A ticket keeps its error
+    for long."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

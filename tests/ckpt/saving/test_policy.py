@@ -1,0 +1,121 @@
+"""The bound on reads, spread keyframes, lifetimes, packs that are hardly worth keeping."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from ckpt.format.manifest import Blob, Chunk
+from ckpt.format.names import PackName, RunId, SnapshotId
+from ckpt.saving.policy import LEAST_SCALE, MAX_BLOBS, Lifetime, Rule, first_scale, lifetime, nearly_dead
+
+RUN = RunId(3, "0badcafe")
+
+
+def pack(step: int, rank: int = 0, n: int = 0) -> str:
+    return PackName(SnapshotId(RUN, step), rank, n, "0" * 16).key
+
+
+def chain(*sizes: int, name: str = pack(1)) -> tuple[Blob, ...]:
+    return tuple(Blob(name, 100, 100 + size, 3 if i else 2, "0" * 16) for i, size in enumerate(sizes))
+
+
+def quiet() -> None:
+    pass
+
+
+def test_a_delta_is_admitted_up_to_the_amplification_and_not_one_byte_beyond() -> None:
+    rule = Rule(1.5)
+    assert rule.admits(chain(1000, 200), 300, 1000)
+    assert not rule.admits(chain(1000, 200), 301, 1000)
+
+
+def test_the_smaller_of_the_old_keyframe_and_one_made_now_bounds_the_chain() -> None:
+    assert not Rule(1.5).admits(chain(1000), 300, 800)
+    assert Rule(1.5).admits(chain(800), 300, 1000)
+
+
+def test_without_a_chain_there_is_nothing_to_add_a_delta_to() -> None:
+    assert not Rule(1e9).admits((), 1, 1e9)
+
+
+def test_a_chain_never_has_more_than_32_blobs_however_small_they_are() -> None:
+    rule = Rule(1.5)
+    assert rule.admits(chain(10_000, *[1] * (MAX_BLOBS - 2)), 1, 10_000)
+    assert not rule.admits(chain(10_000, *[1] * (MAX_BLOBS - 1)), 1, 10_000)
+
+
+@pytest.mark.parametrize("amplification", [1.0, 1.2, 1.5, 3.0])
+def test_whatever_is_admitted_a_chain_costs_at_most_the_amplification(amplification: float) -> None:
+    rng = random.Random(7)
+    rule = Rule(amplification)
+    for _ in range(200):
+        blobs = chain(rng.randrange(500, 2000))
+        for _ in range(100):
+            delta = rng.randrange(1, 400)
+            if rule.admits(blobs, delta, rng.uniform(500, 2000)):
+                blobs = chain(*(b.size for b in blobs), delta)
+        assert sum(b.size for b in blobs) <= amplification * blobs[0].size
+        assert len(blobs) <= MAX_BLOBS
+
+
+def test_an_amplification_of_one_admits_no_delta() -> None:
+    assert not Rule(1.0).admits(chain(1000), 1, 1000)
+
+
+def test_first_chains_are_scaled_evenly_so_that_no_save_gets_all_keyframes() -> None:
+    scales = sorted(first_scale("model.h.0.weight", i) for i in range(16))
+    assert all(LEAST_SCALE < scale <= 1 for scale in scales)
+    gaps = [b - a for a, b in itertools.pairwise(scales)]
+    assert max(gaps) <= 2.7 * (1 - LEAST_SCALE) / 16, "golden-ratio steps leave no hole"
+    leaves = sorted(first_scale(f"leaf{i}", 0) for i in range(400))
+    for i, scale in enumerate(leaves):
+        assert abs(scale - (LEAST_SCALE + (1 - LEAST_SCALE) * i / 400)) < 0.1
+
+
+def test_a_scaled_rule_keeps_both_limits_within_the_full_ones() -> None:
+    full = Rule(1.5)
+    assert full.scaled(1.0) == full
+    half = full.scaled(0.5)
+    assert (half.amplification, half.blobs) == (1.25, 16)
+    least = full.scaled(LEAST_SCALE)
+    assert least.blobs >= 3, "the first saves after a full one hold deltas only"
+    assert least.admits(chain(1000), 50, 1000)
+
+
+def test_a_keyframe_that_replaces_one_of_the_save_before_is_expected_to_be_brief() -> None:
+    reference = SnapshotId(RUN, 7)
+    assert lifetime(chain(10, name=pack(7)), False, reference) is Lifetime.BRIEF
+    assert lifetime(chain(10, name=pack(6)), False, reference) is Lifetime.LASTING
+    assert lifetime((), False, reference) is Lifetime.LASTING
+    assert lifetime(chain(10, name=pack(7)), False, None) is Lifetime.LASTING
+    assert lifetime(chain(10, name=pack(7)), True, reference) is Lifetime.DELTA
+
+
+def chunk(number: int, *blobs: Blob) -> Chunk:
+    return Chunk(f"{number:032x}", blobs)
+
+
+def test_a_pack_is_nearly_dead_when_less_than_a_quarter_of_it_is_needed() -> None:
+    small, large = pack(1, n=0), pack(1, n=1)
+    table = [chunk(1, *chain(200, name=small)), chunk(2, *chain(250, name=large)), chunk(3, *chain(10, name=large))]
+    assert nearly_dead(table, {small: 1000, large: 1000}, 0, quiet) == {small}
+
+
+def test_equal_chunks_count_once() -> None:
+    table = [chunk(1, *chain(200))] * 5
+    assert nearly_dead(table, {pack(1): 1000}, 0, quiet) == {pack(1)}
+
+
+def test_a_pack_of_deltas_is_weighed_by_the_keyframes_that_would_replace_it() -> None:
+    keyframe, delta = Blob(pack(1), 0, 900, 2, "0" * 16), Blob(pack(2), 0, 10, 5, "0" * 16)
+    assert nearly_dead([chunk(1, keyframe, delta)], {pack(1): 1000, pack(2): 1000}, 0, quiet) == frozenset()
+
+
+def test_packs_of_other_ranks_are_left_alone() -> None:
+    name = pack(1, rank=4)
+    table = [chunk(1, *chain(10, name=name))]
+    assert nearly_dead(table, {name: 1000}, 0, quiet) == frozenset()
+    assert nearly_dead(table, {name: 1000}, 4, quiet) == {name}
