@@ -134,13 +134,9 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
             names[key] = name
         elif key.startswith(PINS) and re.fullmatch(r"pins/[^/]+\.json", key):
             pin_keys.append(key)
-        elif key.startswith((PACKS, PARTS)) and (key.startswith(PACKS) or PartName.parse(key) is not None):
-            continue  # their names are checked by those who use them
-        else:
-            problems.append(
-                Problem(key, f"{key}: not an object of this format ({entry.size} bytes); ignored", "foreign")
-            )
-            continue
+        elif PartName.parse(key) is None and PackName.parse(key) is None:
+            text = f"{key}: not an object of this format ({entry.size} bytes); ignored"
+            problems.append(Problem(key, text, "foreign"))
     # A snapshot can be newer than our list of runs; its run document is older than itself, so it can be read directly.
     run_names.update((run_key(n.id.run), n.id.run) for n in names.values())
 

@@ -1,0 +1,261 @@
+"""What a prune may remove: pure decisions over one look at a store (PROTOCOL.md §5.1). Nothing here touches a store.
+
+The same function decides twice, for the plan and again after the announcement; what both agree on goes. So whatever
+appeared in between (a claim, a pin, a commit) is spared by the very rules that would have spared it in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt.format.manifest import PruneDoc, parse_snapshot
+from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SnapshotId, SnapshotName
+from ckpt.history.catalog import History
+from storage_backends.base import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What stays of the live line: the newest `last` snapshots, and those whose step `every` divides. With neither,
+    everything stays. Abandoned snapshots stay only while something protects them. The newest always stays."""
+
+    last: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and value < 1:
+                raise ValueError(f"Keep({name}={value}): expected at least 1; leave it out to keep by other means")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What was asked for. `grace`: seconds by the store's own clock for which leftovers stay; 0 also says that no
+    other job writes here now."""
+
+    keep: Keep
+    grace: float
+    remove: frozenset[SnapshotId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What goes, and why the rest stays.
+
+    `snapshots`: ids whose snapshots go; `leftovers`: steps never committed (or whose parts are gone) of which
+    something goes. The keys are in order of removal: documents, parts, packs. `kept`: snapshot → why.
+    """
+
+    snapshots: tuple[SnapshotId, ...] = ()
+    leftovers: tuple[SnapshotId, ...] = ()
+    documents: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    packs: tuple[str, ...] = ()
+    kept: Mapping[SnapshotId, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Everything that goes, in order of removal."""
+        return self.documents + self.parts + self.packs
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """Listed objects by the step they belong to."""
+
+    documents: dict[SnapshotId, list[Entry]] = field(default_factory=dict)
+    parts: dict[SnapshotId, list[Entry]] = field(default_factory=dict)
+    packs: dict[SnapshotId, list[Entry]] = field(default_factory=dict)
+
+    def of(self, id_: SnapshotId) -> list[Entry]:
+        return [e for group in (self.documents, self.parts, self.packs) for e in group.get(id_, ())]
+
+
+def decide(history: History, order: Order, unfinished: Iterable[PruneDoc], now: float | None) -> Decision:
+    """What of `history` (read with ``packs=True``) goes.
+
+    Args:
+        history: one look at the store.
+        order: what was asked for.
+        unfinished: announcements of earlier prunes, which are finished unless something protects what they name.
+        now: POSIX seconds by the store's own clock, or an estimate of it; None: the store has no clock.
+    """
+    unreadable = [
+        p
+        for p in history.problems
+        if p.kind == "unreadable" and not ((n := SnapshotName.parse(p.key)) and n.id in order.remove)
+    ]
+    if unreadable:
+        # What it protects, or which packs it names, is unknown: so is what may go.
+        why = f"{unreadable[0].key} cannot be read"
+        notes = [f"nothing is removed: {p.text}; repair it, or remove it by name" for p in unreadable]
+        return Decision(kept=dict.fromkeys(sorted(history.snapshots), why), notes=tuple(notes))
+
+    objects = _by_step(history)
+    clock = _Clock(now, order.grace)
+    unfinished = tuple(unfinished)
+    kept, notes = _kept(history, order, objects, clock, unfinished)
+    gone = frozenset(history.snapshots) - kept.keys()
+    gone |= {id_ for id_ in order.remove if id_ in objects.documents and id_ not in kept}
+
+    staying = [s for key, s in history.documents.items() if _id(key) in kept]
+    named = {key for s in staying for key, _ in s.packs} | {p.key for s in staying for p in s.parts}
+    going = [s for key, s in history.documents.items() if _id(key) in gone]
+    released = {key for s in going for key, _ in s.packs} | {e.key for id_ in gone for e in objects.parts.get(id_, ())}
+    released = released.union(*(_released_by(doc, history) for doc in unfinished)) - named
+    taken = {e.key for id_ in gone for e in objects.documents.get(id_, ())} | (released & history.entries.keys())
+
+    leftovers: list[SnapshotId] = []
+    undated = 0
+    newest_run = max(history.runs, default=None)
+    top: dict[RunId, int] = {}
+    for id_ in history.snapshots:
+        top[id_.run] = max(id_.step, top.get(id_.run, 0))
+    for id_ in sorted({*objects.documents, *objects.parts, *objects.packs}):
+        if id_ not in kept:
+            rest = objects.of(id_)
+        elif id_ in history.snapshots:
+            rest = objects.packs.get(id_, [])  # its documents stay, whether its newest revision names them or not
+        else:
+            continue  # claimed by name, and not (or no longer) there: whoever claimed it will say so
+        rest = [e for e in rest if e.key not in taken and e.key not in named]
+        over = id_.step < top.get(id_.run, 0) or (newest_run is not None and id_.run < newest_run)
+        if not rest or not over:
+            continue
+        if clock.undated(rest):
+            undated += len(rest)
+        elif clock.old(rest):
+            leftovers.append(id_)
+            taken.update(e.key for e in rest)
+    if undated:
+        notes.append(
+            f"{undated} leftovers of crashed saves stay: the store gives no modification times, so their age is "
+            "unknown; while no job writes here, prune with grace 0"
+        )
+    ordered = sorted(taken)
+    return Decision(
+        snapshots=tuple(sorted(gone)),
+        leftovers=tuple(leftovers),
+        documents=tuple(key for key in ordered if key.startswith(SNAPSHOTS)),
+        parts=tuple(key for key in ordered if key.startswith(PARTS)),
+        packs=tuple(key for key in ordered if key.startswith(PACKS)),
+        kept=kept,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Ages by the store's own clock. Grace 0 needs none."""
+
+    now: float | None
+    grace: float
+
+    def old(self, entries: Collection[Entry]) -> bool:
+        """Whether all of them are older than grace, for certain."""
+        if self.grace <= 0:
+            return True
+        return self.now is not None and all(e.mtime is not None and e.mtime < self.now - self.grace for e in entries)
+
+    def undated(self, entries: Collection[Entry]) -> bool:
+        return self.grace > 0 and (self.now is None or any(e.mtime is None for e in entries))
+
+
+def _kept(
+    history: History, order: Order, objects: _Objects, clock: _Clock, unfinished: Collection[PruneDoc]
+) -> tuple[dict[SnapshotId, str], list[str]]:
+    """Every snapshot that stays, and ids without one that are claimed by name: id → why. And notes for people."""
+    hard = _protected(history, objects, clock)
+    notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
+    announced = {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+    if leaving := sorted(announced & history.snapshots.keys() - hard.keys()):
+        notes.append(f"finishing an earlier prune: {', '.join(id_.short for id_ in leaving)}")
+    soft: dict[SnapshotId, str] = {}
+    keep = order.keep
+    live = sorted(history.live, reverse=True)
+    if keep.last is None and keep.every is None:
+        soft = dict.fromkeys(history.snapshots, "no policy asks for its removal")
+    if keep.every is not None:
+        soft |= {id_: f"keep every {keep.every}" for id_ in live if id_.step % keep.every == 0}
+    if keep.last is not None:
+        soft |= dict.fromkeys(live[: keep.last], f"keep last {keep.last}")
+    soft = {id_: why for id_, why in soft.items() if id_ not in order.remove and id_ not in announced}
+    return dict(sorted((soft | hard).items())), notes
+
+
+def _protected(history: History, objects: _Objects, clock: _Clock) -> dict[SnapshotId, str]:
+    """What nothing can remove. PROTOCOL.md §5.1, in its order, the weakest reason first."""
+    found: dict[SnapshotId, str] = {}
+    if history.newest is not None:
+        found[history.newest] = "the newest snapshot"
+    snapshots = sorted(history.snapshots)
+    of_run: dict[RunId, list[SnapshotId]] = {}
+    for id_ in snapshots:
+        of_run.setdefault(id_.run, []).append(id_)
+
+    def lean_on(run: RunId, below: int | None, why: str) -> None:
+        """Protect what a step of `run` after its newest snapshot (below step `below`) may lean on. Its ranks'
+        references lie between the oldest `reference` in that snapshot's parts and itself: a rank that did not see a
+        commit stays behind."""
+        mine = [id_ for id_ in of_run.get(run, ()) if below is None or id_.step < below]
+        if mine:
+            oldest = parse_snapshot(history.snapshots[mine[-1]].reference) or mine[-1]
+            first = min(oldest, mine[-1])
+            found.update((id_, why) for id_ in snapshots if id_ >= first)
+        elif (doc := history.runs.get(run)) is not None and (source := parse_snapshot(doc.resumed_from)) is not None:
+            found[source] = why
+
+    newest_run = max(history.runs, default=None)
+    for run in {*history.runs, *of_run}:
+        if newest_run is None or run >= newest_run:
+            lean_on(run, None, f"run {run} may lean on it")
+    # A run that is not the newest cannot begin a commit (the fence). But it may have passed the fence already, and then
+    # all its parts lay ready before the newer run's document, hence in our list; or its put of the snapshot timed out,
+    # and lands late. Both are over once the parts are older than grace: then they are swept, and nothing can name them.
+    for id_, group in objects.parts.items():
+        doc = history.runs.get(id_.run)
+        ranks = {n.rank for e in group if (n := PartName.parse(e.key)) and n.revision == 0}
+        complete = doc is None or len(ranks) >= doc.world_size
+        if id_ not in history.snapshots and complete and not clock.old(group):
+            lean_on(id_.run, id_.step, f"step {id_.short}, not committed, may lean on it")
+    newest_commit = max(of_run, default=None)
+    for run, doc in history.runs.items():
+        source = parse_snapshot(doc.resumed_from)
+        if source is not None and (newest_commit is None or run > newest_commit):
+            found[source] = f"run {run} resumed from it"
+    for name, pinned in history.pins.items():
+        found[pinned] = f"pin {name}"
+    return found
+
+
+def _released_by(doc: PruneDoc, history: History) -> set[str]:
+    """Parts and packs that an unfinished prune meant to remove with snapshots (not as leftovers, whose age it had
+    still to check), and whose snapshots it has removed."""
+    snapshots = {_id(key) for key in doc.keys} - {None}
+    leftovers = {id_ for text in doc.snapshots if (id_ := SnapshotId.parse(text)) and id_ not in snapshots}
+    return {
+        key
+        for key in doc.keys
+        if (name := PartName.parse(key) or PackName.parse(key)) is not None
+        and name.id not in leftovers
+        and not (isinstance(name, PartName) and name.id in history.snapshots)
+    }
+
+
+def _by_step(history: History) -> _Objects:
+    objects = _Objects()
+    for key, entry in history.entries.items():
+        if (name := PackName.parse(key)) is not None:
+            objects.packs.setdefault(name.id, []).append(entry)
+        elif (part := PartName.parse(key)) is not None:
+            objects.parts.setdefault(part.id, []).append(entry)
+        elif (snapshot := SnapshotName.parse(key)) is not None:
+            objects.documents.setdefault(snapshot.id, []).append(entry)
+    return objects
+
+
+def _id(key: str) -> SnapshotId | None:
+    name = SnapshotName.parse(key)
+    return None if name is None else name.id

@@ -1,0 +1,218 @@
+"""Prune: plan, announce, look again, act (PROTOCOL.md §5). The plan touches nothing; `execute` only follows it.
+
+Snapshots go first, then parts, then packs, then the prune's own announcement. A crash
+  before the announcement  leaves the store as it was;
+  after it                 leaves an announcement: claims give way to it, and the next prune finishes what it names;
+  among the removals       never leaves a snapshot that lacks something: its document went first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from ckpt.errors import DamagedError
+from ckpt.format.manifest import FORMAT, PruneDoc, seal, unseal
+from ckpt.format.names import PRUNES, SnapshotId, prune_key
+from ckpt.history.catalog import History, read_history
+from ckpt.history.clock import Clock, SystemClock
+from ckpt.history.plan import Keep, Order, decide
+from ckpt.history.reading import THREADS, read_many
+from storage_backends.base import Entry, StorageError, Store
+
+__all__ = ["Keep", "PrunePlan", "Pruned", "execute", "plan_prune"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What a prune will remove, and why the rest stays. Data only.
+
+    Attributes:
+        order: what was asked for.
+        snapshots: the snapshots that go.
+        leftovers: steps that were never committed, of which something goes.
+        documents, parts, packs: the objects that go, in order of removal.
+        freed: bytes of all these objects.
+        protected: every snapshot that stays, and why.
+        unfinished: announcements of earlier prunes, which this one finishes.
+        notes: what a person should know, one line each.
+        history: the look at the store that this plan was made from.
+    """
+
+    order: Order
+    snapshots: tuple[SnapshotId, ...]
+    leftovers: tuple[SnapshotId, ...]
+    documents: tuple[str, ...]
+    parts: tuple[str, ...]
+    packs: tuple[str, ...]
+    freed: int
+    protected: Mapping[SnapshotId, str]
+    unfinished: tuple[str, ...]
+    notes: tuple[str, ...]
+    history: History = field(repr=False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every object that goes, in order of removal."""
+        return self.documents + self.parts + self.packs
+
+    def __str__(self) -> str:
+        lines = [f"remove {id_.short}" for id_ in self.snapshots]
+        lines += [f"remove leftovers of {id_.short}, never committed" for id_ in self.leftovers]
+        lines += [f"keep {id_.short}: {why}" for id_, why in self.protected.items()]
+        lines += self.notes
+        lines.append(f"{len(self.keys)} objects, {self.freed} bytes")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a prune removed. `keys`: in order of removal. `spared`: planned, but claimed, pinned or committed between
+    the plan and the second look."""
+
+    snapshots: tuple[SnapshotId, ...] = ()
+    keys: tuple[str, ...] = ()
+    freed: int = 0
+    spared: tuple[str, ...] = ()
+
+
+def plan_prune(
+    store: Store,
+    keep: Keep,
+    *,
+    grace: float,
+    remove: Collection[SnapshotId] = (),
+    clock: Clock | None = None,
+    threads: int = THREADS,
+) -> PrunePlan:
+    """Look at the store and say what would go; touches nothing.
+
+    Args:
+        store: where.
+        keep: what stays of the live line.
+        grace: seconds for which leftovers of crashed saves stay, longer than any put can take. 0 takes them whatever
+            their age: only while no job writes here.
+        remove: snapshots to remove whatever `keep` says. What a job may still lean on stays all the same.
+        clock: an estimate of the store's own clock, for the age of leftovers; `execute` checks it against that.
+        threads: documents read at once.
+
+    Raises:
+        StorageError: something could not be listed or read. Never taken for "empty".
+        FormatTooNew: a newer version of this library writes here.
+    """
+    order = Order(keep, grace, frozenset(remove))
+    announced, problems = _announcements(store, threads)
+    history = read_history(store, packs=True, threads=threads)
+    # The store's clock can only be read by writing. Asking this machine's is no risk: `execute` spares whatever is too
+    # young by the store's own.
+    now = (clock or SystemClock()).wall() if _dated(history.entries) else None
+    decision = decide(history, order, announced.values(), now)
+    absent = sorted(id_ for id_ in order.remove if id_ not in decision.kept and id_ not in decision.snapshots)
+    return PrunePlan(
+        order=order,
+        snapshots=decision.snapshots,
+        leftovers=decision.leftovers,
+        documents=decision.documents,
+        parts=decision.parts,
+        packs=decision.packs,
+        freed=_size(decision.keys, history.entries),
+        protected={id_: why for id_, why in decision.kept.items() if id_ in history.snapshots},
+        unfinished=tuple(announced),
+        notes=(*decision.notes, *problems, *(f"{id_.short} ({id_}) is not there" for id_ in absent)),
+        history=history,
+    )
+
+
+def execute(
+    plan: PrunePlan,
+    store: Store,
+    *,
+    clock: Clock,
+    listing_lag: float = 0.0,
+    threads: int = THREADS,
+    nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+) -> Pruned:
+    """Remove what `plan` names, but for what became protected since.
+
+    Args:
+        plan: from `plan_prune`, of the same store.
+        store: where.
+        clock: for waiting.
+        listing_lag: seconds by which the store's listings may lag behind its writes.
+        threads: documents read at once.
+        nonce: names the announcement.
+
+    Raises:
+        StorageError: the store failed. Before the first removal nothing is removed; later, what is left is announced,
+            and the next prune finishes it.
+    """
+    if not plan.keys and not plan.unfinished:
+        return Pruned()
+    own = prune_key(nonce())
+    going = (*plan.snapshots, *plan.leftovers)  # leftovers too: one may be committed late, and claimed at once
+    store.put(own, seal(PruneDoc(FORMAT, tuple(map(str, going)), plan.keys)))
+    try:
+        if listing_lag > 0:
+            # Twice: a claim written just before our second look is listed only a lag later, and whoever wrote it looks
+            # for our announcement at once, which must be listed by then.
+            clock.sleep(2 * listing_lag)
+        announced, _ = _announcements(store, threads, but=own)
+        history = read_history(store, packs=True, known=plan.history, threads=threads)
+        written = {e.key: e.mtime for e in store.list(PRUNES)}
+        now = written.get(own)  # our own object tells the store's time
+        again = decide(history, plan.order, announced.values(), now)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            store.delete([own])  # nothing has been removed: take it back
+        raise
+    allowed = set(again.keys)
+    for keys in (plan.documents, plan.parts, plan.packs):
+        if todo := [key for key in keys if key in allowed]:
+            store.delete(todo)
+    removed = tuple(key for key in plan.keys if key in allowed)
+    left = history.entries.keys() - set(removed)
+    over = [
+        key
+        for key, doc in announced.items()
+        if not left.intersection(doc.keys) or _old(written.get(key), now, plan.order.grace)
+    ]
+    store.delete([*over, own])
+    return Pruned(
+        snapshots=tuple(id_ for id_ in plan.snapshots if id_ in set(again.snapshots)),
+        keys=removed,
+        freed=_size(removed, history.entries),
+        spared=tuple(key for key in plan.keys if key not in allowed and key in history.entries),
+    )
+
+
+def _announcements(store: Store, threads: int, but: str | None = None) -> tuple[dict[str, PruneDoc], tuple[str, ...]]:
+    """Announcements that earlier prunes left (or that of one at work), and notes on those that cannot be read."""
+    found: dict[str, PruneDoc] = {}
+    notes: list[str] = []
+    for key, data in read_many(store, [e.key for e in store.list(PRUNES) if e.key != but], threads):
+        if data is None:
+            continue
+        try:
+            found[key] = unseal(data, PruneDoc, key=key)
+        except DamagedError as error:
+            notes.append(f"{error}; what it announced is not finished")
+    return found, tuple(notes)
+
+
+def _old(mtime: float | None, now: float | None, grace: float) -> bool:
+    """Whether the prune behind an announcement is certainly dead. Until then, what it names and we spared (or could not
+    list yet) may still be removed by it, so claims must go on finding it."""
+    return grace <= 0 or (mtime is not None and now is not None and mtime < now - grace)
+
+
+def _dated(entries: Mapping[str, Entry]) -> bool:
+    return all(e.mtime is not None for e in entries.values())
+
+
+def _size(keys: Collection[str], entries: Mapping[str, Entry]) -> int:
+    return sum(entries[key].size for key in keys if key in entries)
