@@ -1,354 +1,87 @@
 """The documents on a store: their fields, their bytes, and the checks every read makes (PROTOCOL.md §2, FORMAT.md).
 
 A *sealed* document is one JSON object, a newline, the xxh3-128 of everything before in 32 hex digits, a newline.
-A *part* is a zstd frame of JSON; the snapshot that names it holds its length and xxh3-128, so a part is never trusted
-by itself. Unknown fields are ignored; a newer format number is refused before anything else is looked at.
-
-Data read from a store is checked here once: types and signs by msgspec, sizes and cross references by `read_part`.
+Unknown fields are ignored; a newer format number is refused before anything else is looked at. Parts have a room of
+their own; all of it can be had from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import xxhash
-import zstandard
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
-from ckpt.errors import DamagedError, FormatTooNew
-from ckpt.format.layout import Layout
-from ckpt.format.names import RunId, SnapshotId
-from ckpt.format.shards import DTYPES, Box, cuts, whole
+from ckpt.format.documents import (
+    FORMAT,
+    Hex64,
+    Hex128,
+    Natural,
+    RunText,
+    SnapshotText,
+    chunk_digest,
+    damaged,
+    decode,
+    digest64,
+    digest128,
+    parse_snapshot,
+    snapshot_id,
+)
+from ckpt.format.names import SnapshotId
+from ckpt.format.parts import (
+    MAX_PART,
+    Blob,
+    BlobRow,
+    BundleRow,
+    Chunk,
+    ChunkRow,
+    Part,
+    PartHead,
+    PartRef,
+    ShardRow,
+    read_part,
+    table_of,
+    write_part,
+)
 
-FORMAT = 1
-"""The format number written, and the newest one read."""
-
-MAX_PART = 1 << 30
-"""A part that claims to decode to more bytes is damaged: nothing on a store makes us allocate without bound."""
-
-Natural = Annotated[int, Meta(ge=0)]
-Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-RunText = Annotated[str, Meta(pattern="^[0-9]{6}-[0-9a-f]{8}$")]
-SnapshotText = Annotated[str, Meta(pattern="^[0-9]{6}-[0-9a-f]{8}-[0-9]{12}$")]
-
-
-def digest128(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128, 32 hex digits, big-endian."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def digest64(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-64, 16 hex digits, big-endian."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-_SEEDS = {name: xxhash.xxh3_64_intdigest(name.encode()) for name in DTYPES}
-
-
-def chunk_digest(dtype: str, raw: Any) -> str:
-    """Digest of a chunk: xxh3-128 of its raw bytes, seeded with the xxh3-64 of its dtype's name, because equal bytes
-    of another dtype are another value. `raw` is any contiguous buffer."""
-    return xxhash.xxh3_128_hexdigest(raw, seed=_SEEDS[dtype])
-
-
-# --- chunks as all floors pass them around -----------------------------------------------------------------------
-
-
-class Blob(Struct, frozen=True):
-    """Where one encoded chunk lies: bytes ``[start, stop)`` of the pack object `pack` (its key), codec `kind`
-    (codec.KINDS), and the xxh3-64 of those bytes."""
-
-    pack: str
-    start: int
-    stop: int
-    kind: int
-    digest: str
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-class Chunk(Struct, frozen=True):
-    """What a chunk needs to be rebuilt: every blob, base first; the digest of the result (`chunk_digest`); and `of`,
-    the box the blobs decode to, where it is not the chunk's own (after a change of layout)."""
-
-    digest: str
-    blobs: tuple[Blob, ...]
-    of: Box | None = None
-
-
-# --- parts -------------------------------------------------------------------------------------------------------
-
-
-class BlobRow(Struct, frozen=True, array_like=True):
-    """A blob in a part: `pack` is an index into the part's own pack list."""
-
-    pack: Natural
-    start: Natural
-    stop: Natural
-    kind: Natural
-    digest: Hex64
-
-
-class ChunkRow(Struct, frozen=True, array_like=True, omit_defaults=True):
-    digest: Hex128
-    blobs: tuple[BlobRow, ...]
-    of: tuple[tuple[Natural, ...], tuple[Natural, ...]] | None = None
-
-
-class BundleRow(Struct, frozen=True):
-    """Small leaves of one class and dtype, `length` elements in all, cut like a vector."""
-
-    cls: str
-    dtype: str
-    length: Natural
-    chunks: tuple[ChunkRow, ...]
-
-
-class ShardRow(Struct, frozen=True, omit_defaults=True):
-    """A shard: the box of a leaf this rank stored. `bundle` is (bundle number, first element) for a small leaf, whose
-    bytes are the bundle's; else `chunks` are the grid's cells cut to the box, in order."""
-
-    leaf: str
-    cls: str
-    dtype: str
-    shape: tuple[Natural, ...]
-    box: tuple[tuple[Natural, ...], tuple[Natural, ...]]
-    per_rank: bool = False
-    bundle: tuple[Natural, Natural] | None = None
-    chunks: tuple[ChunkRow, ...] = ()
-
-    @property
-    def as_box(self) -> Box:
-        return Box(*self.box)
-
-    @property
-    def nbytes(self) -> int:
-        return self.as_box.numel * DTYPES[self.dtype].size
-
-
-class Part(Struct, frozen=True):
-    """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
-    ``"<leaf> <box>"`` → checksum. `stored`: bytes of blobs this save put on the store, by codec kind number. `metrics`
-    and `time` (POSIX seconds) are null but on rank 0."""
-
-    format: Natural
-    run: RunText
-    step: Natural
-    world_size: Annotated[int, Meta(ge=1)]
-    rank: Natural
-    revision: Natural
-    ownership: Hex128
-    reference: SnapshotText | None
-    chunk: Annotated[int, Meta(ge=1)]
-    time: float | None
-    metrics: dict[str, Any] | None
-    stored: dict[str, Natural]
-    packs: tuple[tuple[str, Natural], ...]
-    bundles: tuple[BundleRow, ...]
-    shards: tuple[ShardRow, ...]
-    values: dict[str, Raw]
-    aliases: dict[str, str]
-    replicas: dict[str, str]
-
-    @property
-    def id(self) -> SnapshotId:
-        return snapshot_id(self.run, self.step)
-
-    def blob(self, row: BlobRow) -> Blob:
-        return Blob(self.packs[row.pack][0], row.start, row.stop, row.kind, row.digest)
-
-    def chunks(self, row: ShardRow | BundleRow) -> tuple[Chunk, ...]:
-        """The chunks of a row with pack keys put in."""
-        return tuple(
-            Chunk(c.digest, tuple(self.blob(b) for b in c.blobs), None if c.of is None else Box(*c.of))
-            for c in row.chunks
-        )
-
-    @property
-    def size(self) -> int:
-        """Bytes of all shards, raw."""
-        return sum(row.nbytes for row in self.shards)
-
-
-class PartHead(Struct, frozen=True):
-    """What a part says besides its chunks: the fields of `Part` that the writer passes in."""
-
-    run: RunId
-    step: int
-    world_size: int
-    rank: int
-    ownership: str
-    reference: SnapshotId | None
-    time: float | None
-    metrics: dict[str, Any] | None
-    stored: dict[int, int]
-    aliases: Mapping[str, str]
-    replicas: Mapping[str, str]
-    values: Mapping[str, bytes]
-    revision: int = 0
-
-
-def write_part(
-    head: PartHead,
-    layout: Layout,
-    table: Sequence[Chunk],
-    pack_sizes: Mapping[str, int],
-    breathe: Callable[[], None],
-) -> bytes:
-    """The stored bytes of a part. `table` runs parallel to ``layout.pieces``; `pack_sizes`: key → length in bytes.
-
-    Encoded row by row; `breathe` is called after each, so that a caller on a background thread can give way to the
-    training thread (PYTORCH.md §5). Equal arguments give equal bytes.
-    """
-    keys = sorted({b.pack for c in table for b in c.blobs})
-    number = {key: i for i, key in enumerate(keys)}
-    encode = msgspec.json.Encoder(order="sorted").encode
-    out: list[bytes] = []
-
-    def rows(chunks: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
-        return tuple(
-            ChunkRow(
-                c.digest,
-                tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs),
-                None if c.of is None else (c.of.offsets, c.of.lengths),
-            )
-            for c in chunks
-        )
-
-    fixed: dict[str, Any] = {
-        "aliases": dict(head.aliases),
-        "chunk": layout.chunk,
-        "format": FORMAT,
-        "metrics": head.metrics,
-        "ownership": head.ownership,
-        "packs": [(key, pack_sizes[key]) for key in keys],
-        "rank": head.rank,
-        "reference": None if head.reference is None else str(head.reference),
-        "replicas": dict(head.replicas),
-        "revision": head.revision,
-        "run": str(head.run),
-        "step": head.step,
-        "stored": {str(k): v for k, v in head.stored.items()},
-        "time": head.time,
-        "values": {name: Raw(text) for name, text in head.values.items()},
-        "world_size": head.world_size,
-    }
-    out.append(encode(fixed)[:-1] + b',"bundles":[')
-    breathe()
-    for i, bundle in enumerate(layout.bundles):
-        row = BundleRow(bundle.cls, bundle.dtype, bundle.length, rows(table[bundle.piece : bundle.piece_stop]))
-        out.append((b",\n" if i else b"\n") + encode(row))
-        breathe()
-    out.append(b'],"shards":[')
-    for i, region in enumerate(layout.regions):
-        leaf, box = region.shard.leaf, region.shard.box
-        shard = ShardRow(
-            leaf.path,
-            leaf.cls,
-            leaf.dtype,
-            leaf.shape,
-            (box.offsets, box.lengths),
-            region.shard.per_rank,
-            None if region.bundle is None else (region.bundle, region.first),
-            rows(table[region.piece : region.piece_stop]),
-        )
-        out.append((b",\n" if i else b"\n") + encode(shard))
-        breathe()
-    out.append(b"]}")
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(out))
-
-
-def read_part(data: bytes, *, key: str, name: PartRef | None = None) -> Part:
-    """Decode a part and check it as far as one part can be checked.
-
-    Args:
-        data: the stored bytes.
-        key: the object, for messages.
-        name: what the snapshot says of it; length and digest are compared first. None only where no snapshot exists
-            yet (the committer), or for salvage.
-
-    Raises:
-        DamagedError: bytes, fields or cross references are wrong.
-        FormatTooNew: a later version of this library wrote it.
-    """
-    if name is not None:
-        if len(data) != name.length:
-            raise _damaged(key, f"{name.length} bytes", f"{len(data)} bytes")
-        if (found := digest128(data)) != name.digest:
-            raise _damaged(key, f"digest {name.digest}", f"digest {found}")
-    try:
-        size = zstandard.frame_content_size(data)
-        if not 0 <= size <= MAX_PART:
-            raise _damaged(key, f"at most {MAX_PART} bytes of JSON", f"a frame that claims {size}")
-        decoder = zstandard.ZstdDecompressor().decompressobj()
-        text = decoder.decompress(data)
-        if len(text) != size or not decoder.eof or decoder.unused_data:
-            raise _damaged(key, f"one zstd frame of {size} bytes", f"{len(text)} bytes, or bytes after the frame")
-    except zstandard.ZstdError as error:
-        raise _damaged(key, "a zstd frame", str(error)) from error
-    part = _decode(text, Part, key)
-    for problem in _part_problems(part):
-        raise _damaged(key, "a consistent part", problem, step=part.step, rank=part.rank)
-    return part
-
-
-def _part_problems(part: Part) -> Iterator[str]:
-    if part.rank >= part.world_size:
-        yield f"rank {part.rank} of world size {part.world_size}"
-
-    def chunk_problems(what: str, chunks: Sequence[ChunkRow], expected: int) -> Iterator[str]:
-        if len(chunks) != expected:
-            yield f"{what}: {len(chunks)} chunks where its box has {expected}"
-        for c in chunks:
-            if not c.blobs:
-                yield f"{what}: a chunk without blobs"
-            for b in c.blobs:
-                if b.pack >= len(part.packs) or not b.start < b.stop <= part.packs[b.pack][1]:
-                    yield f"{what}: blob {b.start}:{b.stop} of pack number {b.pack} does not exist"
-
-    for bundle in part.bundles:
-        what = f"bundle ({bundle.cls}, {bundle.dtype})"
-        if bundle.dtype not in DTYPES:
-            yield f"{what}: unknown dtype"
-            continue
-        shape = (bundle.length,)
-        count = sum(1 for _ in cuts(shape, whole(shape), DTYPES[bundle.dtype].size, part.chunk))
-        yield from chunk_problems(what, bundle.chunks, count)
-    for row in part.shards:
-        if row.dtype not in DTYPES:
-            yield f"{row.leaf}: unknown dtype {row.dtype}"
-            continue
-        box = row.as_box
-        if not box.within(row.shape):
-            yield f"{row.leaf}: box {box} outside shape {row.shape}"
-            continue
-        if row.bundle is not None:
-            number, first = row.bundle
-            if number >= len(part.bundles) or part.bundles[number].dtype != row.dtype:
-                yield f"{row.leaf}: bundle {number} does not exist"
-            elif first + box.numel > part.bundles[number].length:
-                yield f"{row.leaf}: elements {first}:{first + box.numel} outside bundle {number}"
-            if row.chunks:
-                yield f"{row.leaf}: both bundled and with chunks"
-        else:
-            count = sum(1 for _ in cuts(row.shape, box, DTYPES[row.dtype].size, part.chunk))
-            yield from chunk_problems(row.leaf, row.chunks, count)
-
+__all__ = [
+    "FORMAT",
+    "MAX_PART",
+    "Alive",
+    "Blob",
+    "BlobRow",
+    "BundleRow",
+    "Chunk",
+    "ChunkRow",
+    "Document",
+    "Hex64",
+    "Hex128",
+    "Natural",
+    "Part",
+    "PartHead",
+    "PartRef",
+    "PinDoc",
+    "PruneDoc",
+    "RunDoc",
+    "RunText",
+    "ShardRow",
+    "Snapshot",
+    "SnapshotText",
+    "StoreDoc",
+    "Totals",
+    "chunk_digest",
+    "digest64",
+    "digest128",
+    "parse_snapshot",
+    "read_part",
+    "seal",
+    "snapshot_id",
+    "table_of",
+    "unseal",
+    "write_part",
+]
 
 # --- sealed documents --------------------------------------------------------------------------------------------
-
-
-class PartRef(Struct, frozen=True, array_like=True):
-    """How a snapshot names a part: its key, length and digest of its stored bytes."""
-
-    key: str
-    length: Natural
-    digest: Hex128
 
 
 class Totals(Struct, frozen=True):
@@ -446,52 +179,8 @@ def unseal(data: bytes, kind: type[Document], *, key: str) -> Document:
         FormatTooNew: a later version wrote it.
     """
     if len(data) < 35 or data[-34:-33] != b"\n" or data[-1:] != b"\n":
-        raise _damaged(key, "a document that ends in its digest", f"{len(data)} bytes without one")
+        raise damaged(key, "a document that ends in its digest", f"{len(data)} bytes without one")
     body, seal_line = data[:-33], data[-33:-1]
     if (found := digest128(body).encode()) != seal_line:
-        raise _damaged(key, f"digest {seal_line.decode(errors='replace')}", f"digest {found.decode()}")
-    return _decode(body, kind, key)
-
-
-class _Head(Struct):
-    format: Natural
-
-
-T = TypeVar("T")
-
-
-def _decode(text: bytes, kind: type[T], key: str) -> T:
-    try:
-        head = msgspec.json.decode(text, type=_Head)
-        if head.format > FORMAT:
-            raise FormatTooNew(
-                f"{key}: format {head.format}, and this version reads up to {FORMAT}; upgrade incremental-ckpt",
-                found=head.format,
-                supported=FORMAT,
-            )
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _damaged(key, f"a {kind.__name__} document", str(error)) from error
-
-
-def snapshot_id(run: str, step: int) -> SnapshotId:
-    """From checked document fields."""
-    parsed = RunId.parse(run)
-    assert parsed is not None, run  # the field's pattern has been checked
-    return SnapshotId(parsed, step)
-
-
-def parse_snapshot(text: str | None) -> SnapshotId | None:
-    """From a checked document field, or null."""
-    return None if text is None else SnapshotId.parse(text)
-
-
-def _damaged(key: str, expected: str, found: str, *, step: int | None = None, rank: int | None = None) -> DamagedError:
-    return DamagedError(
-        f"{key}: expected {expected}, found {found}; run 'ckpt verify' to see what else is wrong",
-        key=key,
-        step=step,
-        rank=rank,
-        expected=expected,
-        found=found,
-    )
+        raise damaged(key, f"digest {seal_line.decode(errors='replace')}", f"digest {found.decode()}")
+    return decode(body, kind, key)

@@ -215,6 +215,17 @@ def cuts(shape: Sequence[int], box: Box, itemsize: int, chunk: int = DEFAULT_CHU
             row = nxt
 
 
+def cut_count(shape: Sequence[int], box: Box, itemsize: int, chunk: int = DEFAULT_CHUNK) -> int:
+    """How many chunks `cuts` gives, without walking them: shapes read from a store may claim anything."""
+    if box.empty:
+        return 0
+    if not shape:
+        return 1
+    g = grid(shape, itemsize, chunk)
+    first, end = box.offsets[g.cut], box.offsets[g.cut] + box.lengths[g.cut]
+    return math.prod(box.lengths[: g.cut]) * (-(-end // g.block) - first // g.block)
+
+
 def _indices(offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if not offsets:
         yield ()

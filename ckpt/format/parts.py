@@ -1,0 +1,345 @@
+"""Parts: what one rank stored for one step, to bytes and back (PROTOCOL.md §2, FORMAT.md §2).
+
+A part is a zstd frame of JSON; the snapshot that names it holds its length and xxh3-128, so a part is never trusted by
+itself. Data read from a store is checked here once: types and signs by msgspec, sizes and cross references by
+`read_part`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import zstandard
+from msgspec import Meta, Raw, Struct
+
+from ckpt.format.documents import (
+    FORMAT,
+    Hex64,
+    Hex128,
+    Natural,
+    RunText,
+    SnapshotText,
+    damaged,
+    decode,
+    digest128,
+    snapshot_id,
+)
+from ckpt.format.layout import Layout, lay_out
+from ckpt.format.names import RunId, SnapshotId
+from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cut_count, whole
+
+MAX_PART = 1 << 30
+"""A part that claims to decode to more bytes is damaged: nothing on a store makes us allocate without bound."""
+
+
+# --- chunks as all floors pass them around -----------------------------------------------------------------------
+
+
+class Blob(Struct, frozen=True):
+    """Where one encoded chunk lies: bytes ``[start, stop)`` of the pack object `pack` (its key), codec `kind`
+    (codec.KINDS), and the xxh3-64 of those bytes."""
+
+    pack: str
+    start: int
+    stop: int
+    kind: int
+    digest: str
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Chunk(Struct, frozen=True):
+    """What a chunk needs to be rebuilt: every blob, base first; the digest of the result (`chunk_digest`); and `of`,
+    the box the blobs decode to, where it is not the chunk's own (after a change of layout)."""
+
+    digest: str
+    blobs: tuple[Blob, ...]
+    of: Box | None = None
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
+
+
+class BlobRow(Struct, frozen=True, array_like=True):
+    """A blob in a part: `pack` is an index into the part's own pack list."""
+
+    pack: Natural
+    start: Natural
+    stop: Natural
+    kind: Natural
+    digest: Hex64
+
+
+class ChunkRow(Struct, frozen=True, array_like=True, omit_defaults=True):
+    digest: Hex128
+    blobs: tuple[BlobRow, ...]
+    of: tuple[tuple[Natural, ...], tuple[Natural, ...]] | None = None
+
+
+class BundleRow(Struct, frozen=True):
+    """Small leaves of one class and dtype, `length` elements in all, cut like a vector."""
+
+    cls: str
+    dtype: str
+    length: Natural
+    chunks: tuple[ChunkRow, ...]
+
+
+class ShardRow(Struct, frozen=True, omit_defaults=True):
+    """A shard: the box of a leaf this rank stored. `bundle` is (bundle number, first element) for a small leaf, whose
+    bytes are the bundle's; else `chunks` are the grid's cells cut to the box, in order."""
+
+    leaf: str
+    cls: str
+    dtype: str
+    shape: tuple[Natural, ...]
+    box: tuple[tuple[Natural, ...], tuple[Natural, ...]]
+    per_rank: bool = False
+    bundle: tuple[Natural, Natural] | None = None
+    chunks: tuple[ChunkRow, ...] = ()
+
+    @property
+    def as_box(self) -> Box:
+        return Box(*self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return self.as_box.numel * DTYPES[self.dtype].size
+
+
+class Part(Struct, frozen=True):
+    """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
+    ``"<leaf> <box>"`` → checksum. `stored`: bytes of blobs this save put on the store, by codec kind number. `metrics`
+    and `time` (POSIX seconds) are null but on rank 0."""
+
+    format: Natural
+    run: RunText
+    step: Natural
+    world_size: Annotated[int, Meta(ge=1)]
+    rank: Natural
+    revision: Natural
+    ownership: Hex128
+    reference: SnapshotText | None
+    chunk: Annotated[int, Meta(ge=1)]
+    time: float | None
+    metrics: dict[str, Any] | None
+    stored: dict[str, Natural]
+    packs: tuple[tuple[str, Natural], ...]
+    bundles: tuple[BundleRow, ...]
+    shards: tuple[ShardRow, ...]
+    values: dict[str, Raw]
+    aliases: dict[str, str]
+    replicas: dict[str, str]
+
+    @property
+    def id(self) -> SnapshotId:
+        return snapshot_id(self.run, self.step)
+
+    def blob(self, row: BlobRow) -> Blob:
+        return Blob(self.packs[row.pack][0], row.start, row.stop, row.kind, row.digest)
+
+    def chunks(self, row: ShardRow | BundleRow) -> tuple[Chunk, ...]:
+        """The chunks of a row with pack keys put in."""
+        return tuple(
+            Chunk(c.digest, tuple(self.blob(b) for b in c.blobs), None if c.of is None else Box(*c.of))
+            for c in row.chunks
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards, raw."""
+        return sum(row.nbytes for row in self.shards)
+
+
+class PartRef(Struct, frozen=True, array_like=True):
+    """How a snapshot names a part: its key, length and digest of its stored bytes."""
+
+    key: str
+    length: Natural
+    digest: Hex128
+
+
+class PartHead(Struct, frozen=True):
+    """What a part says besides its chunks: the fields of `Part` that the writer passes in."""
+
+    run: RunId
+    step: int
+    world_size: int
+    rank: int
+    ownership: str
+    reference: SnapshotId | None
+    time: float | None
+    metrics: dict[str, Any] | None
+    stored: dict[int, int]
+    aliases: Mapping[str, str]
+    replicas: Mapping[str, str]
+    values: Mapping[str, bytes]
+    revision: int = 0
+
+
+def write_part(
+    head: PartHead,
+    layout: Layout,
+    table: Sequence[Chunk],
+    pack_sizes: Mapping[str, int],
+    breathe: Callable[[], None],
+) -> bytes:
+    """The stored bytes of a part. `table` runs parallel to ``layout.pieces``; `pack_sizes`: key → length in bytes.
+
+    Encoded row by row; `breathe` is called after each, so that a caller on a background thread can give way to the
+    training thread (PYTORCH.md §5). Equal arguments give equal bytes.
+    """
+    keys = sorted({b.pack for c in table for b in c.blobs})
+    number = {key: i for i, key in enumerate(keys)}
+    encode = msgspec.json.Encoder(order="sorted").encode
+    out: list[bytes] = []
+
+    def rows(chunks: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
+        return tuple(
+            ChunkRow(
+                c.digest,
+                tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs),
+                None if c.of is None else (c.of.offsets, c.of.lengths),
+            )
+            for c in chunks
+        )
+
+    fixed: dict[str, Any] = {
+        "aliases": dict(head.aliases),
+        "chunk": layout.chunk,
+        "format": FORMAT,
+        "metrics": head.metrics,
+        "ownership": head.ownership,
+        "packs": [(key, pack_sizes[key]) for key in keys],
+        "rank": head.rank,
+        "reference": None if head.reference is None else str(head.reference),
+        "replicas": dict(head.replicas),
+        "revision": head.revision,
+        "run": str(head.run),
+        "step": head.step,
+        "stored": {str(k): v for k, v in head.stored.items()},
+        "time": head.time,
+        "values": {name: Raw(text) for name, text in head.values.items()},
+        "world_size": head.world_size,
+    }
+    out.append(encode(fixed)[:-1] + b',"bundles":[')
+    breathe()
+    for i, bundle in enumerate(layout.bundles):
+        row = BundleRow(bundle.cls, bundle.dtype, bundle.length, rows(table[bundle.piece : bundle.piece_stop]))
+        out.append((b",\n" if i else b"\n") + encode(row))
+        breathe()
+    out.append(b'],"shards":[')
+    for i, region in enumerate(layout.regions):
+        leaf, box = region.shard.leaf, region.shard.box
+        shard = ShardRow(
+            leaf.path,
+            leaf.cls,
+            leaf.dtype,
+            leaf.shape,
+            (box.offsets, box.lengths),
+            region.shard.per_rank,
+            None if region.bundle is None else (region.bundle, region.first),
+            rows(table[region.piece : region.piece_stop]),
+        )
+        out.append((b",\n" if i else b"\n") + encode(shard))
+        breathe()
+    out.append(b"]}")
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(out))
+
+
+def read_part(data: bytes, *, key: str, name: PartRef | None = None) -> Part:
+    """Decode a part and check it as far as one part can be checked.
+
+    Args:
+        data: the stored bytes.
+        key: the object, for messages.
+        name: what the snapshot says of it; length and digest are compared first. None only where no snapshot exists
+            yet (the committer), or for salvage.
+
+    Raises:
+        DamagedError: bytes, fields or cross references are wrong.
+        FormatTooNew: a later version of this library wrote it.
+    """
+    if name is not None:
+        if len(data) != name.length:
+            raise damaged(key, f"{name.length} bytes", f"{len(data)} bytes")
+        if (found := digest128(data)) != name.digest:
+            raise damaged(key, f"digest {name.digest}", f"digest {found}")
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_PART:
+            raise damaged(key, f"at most {MAX_PART} bytes of JSON", f"a frame that claims {size}")
+        decoder = zstandard.ZstdDecompressor().decompressobj()
+        text = decoder.decompress(data)
+        if len(text) != size or not decoder.eof or decoder.unused_data:
+            raise damaged(key, f"one zstd frame of {size} bytes", f"{len(text)} bytes, or bytes after the frame")
+    except zstandard.ZstdError as error:
+        raise damaged(key, "a zstd frame", str(error)) from error
+    part = decode(text, Part, key)
+    for problem in _part_problems(part):
+        raise damaged(key, "a consistent part", problem, step=part.step, rank=part.rank)
+    return part
+
+
+def _part_problems(part: Part) -> Iterator[str]:
+    if part.rank >= part.world_size:
+        yield f"rank {part.rank} of world size {part.world_size}"
+
+    def chunk_problems(what: str, chunks: Sequence[ChunkRow], expected: int) -> Iterator[str]:
+        if len(chunks) != expected:
+            yield f"{what}: {len(chunks)} chunks where its box has {expected}"
+        for c in chunks:
+            if not c.blobs:
+                yield f"{what}: a chunk without blobs"
+            if c.of is not None and (len(c.of[0]) != len(c.of[1]) or Box(*c.of).empty):
+                yield f"{what}: blobs that decode to {c.of}, which is no box"
+            for b in c.blobs:
+                if b.pack >= len(part.packs) or not b.start < b.stop <= part.packs[b.pack][1]:
+                    yield f"{what}: blob {b.start}:{b.stop} of pack number {b.pack} does not exist"
+
+    for bundle in part.bundles:
+        what = f"bundle ({bundle.cls}, {bundle.dtype})"
+        if bundle.dtype not in DTYPES:
+            yield f"{what}: unknown dtype"
+            continue
+        shape = (bundle.length,)
+        count = cut_count(shape, whole(shape), DTYPES[bundle.dtype].size, part.chunk)
+        yield from chunk_problems(what, bundle.chunks, count)
+    for row in part.shards:
+        if row.dtype not in DTYPES:
+            yield f"{row.leaf}: unknown dtype {row.dtype}"
+            continue
+        box = row.as_box
+        if not box.within(row.shape):
+            yield f"{row.leaf}: box {row.box} outside shape {row.shape}"
+            continue
+        if row.bundle is not None:
+            number, first = row.bundle
+            if number >= len(part.bundles) or part.bundles[number].dtype != row.dtype:
+                yield f"{row.leaf}: bundle {number} does not exist"
+            elif first + box.numel > part.bundles[number].length:
+                yield f"{row.leaf}: elements {first}:{first + box.numel} outside bundle {number}"
+            if row.chunks:
+                yield f"{row.leaf}: both bundled and with chunks"
+        else:
+            count = cut_count(row.shape, box, DTYPES[row.dtype].size, part.chunk)
+            yield from chunk_problems(row.leaf, row.chunks, count)
+
+
+def table_of(part: Part, layout: Layout) -> tuple[Chunk, ...] | None:
+    """The chunks of a part as a table that runs parallel to ``layout.pieces``, or None if it lists other shards than
+    `layout` has: the inverse of what `write_part` does."""
+    shards = [Shard(Leaf(row.leaf, row.cls, row.dtype, row.shape), row.as_box, row.per_rank) for row in part.shards]
+    if lay_out(shards, part.chunk) != layout:
+        return None
+    table: dict[int, Chunk] = {}
+    for bundle, places in zip(part.bundles, layout.bundles, strict=True):
+        table.update(zip(range(places.piece, places.piece_stop), part.chunks(bundle), strict=True))
+    for row, region in zip(part.shards, layout.regions, strict=True):
+        if region.bundle is None:
+            table.update(zip(range(region.piece, region.piece_stop), part.chunks(row), strict=True))
+    return tuple(table[i] for i in range(len(layout.pieces)))
