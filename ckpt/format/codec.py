@@ -8,7 +8,7 @@ base where one is needed, come from the document that names the blob; nothing in
 kind  name    blob
 ====  ======  =====================================================================================================
 0     raw     the chunk's bytes
-1     zstd    one zstd frame of the chunk's bytes, its content size declared
+1     zstd    one zstd frame of the chunk's bytes, its content size declared (of an empty chunk: nothing)
 2     planes  streams(planes of the words), tail
 3     sub     streams(planes of zigzag(order(new) - order(base)) per word, wrapping), tail of new
 4     xor     streams(planes of new ^ base per word), tail of new
@@ -102,7 +102,7 @@ class Codec:
         if kind == RAW:
             return new.tobytes()
         if kind == ZSTD:
-            return self._compress(new.data)
+            return self._compress(new.data) if len(new) else b""
         words = words_of(new, dtype.word)
         if kind == PLANES:
             return self._encode_planes(words) + _tail(new, dtype)
@@ -249,8 +249,15 @@ class Codec:
         return streams, at
 
     def _expand(self, frame: Buffer, size: int) -> bytes:
-        """Decompress exactly one frame of exactly `size` bytes, or ValueError. The size is compared with the frame's
-        own claim first, because `decompress` allocates what the frame claims."""
+        """Decompress exactly one frame of exactly `size` bytes, or ValueError.
+
+        The size is compared with the frame's claim first, because `decompress` allocates what the frame claims (and
+        looks at nothing more of a frame that claims nothing).
+        """
+        if not size and len(frame):
+            raise ValueError(f"{len(frame)} bytes where nothing is expected")
+        if not size:
+            return b""
         try:
             claimed = zstandard.frame_content_size(frame)
             if claimed != size:
