@@ -19,6 +19,7 @@ from ckpt.ballot import Ballot, Tally
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.format import values
+from ckpt.format.manifest import table_of
 from ckpt.format.names import SnapshotId
 from ckpt.history.clock import SystemClock
 from ckpt.history.retention import Keep
@@ -30,14 +31,13 @@ from ckpt.options import Options, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import random_states, set_random_states
-from ckpt.ranks import open_ranks, torchrun_job
-from ckpt.saving.job import Failed, Report, SaveJob
+from ckpt.ranks import Pending, open_ranks, torchrun_job
+from ckpt.saving.job import Failed, Reference, Report, SaveJob
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
 from ckpt.tenure import Tenure
 from ckpt.ticket import Ticket
-from recovery.adopt import adopted
 from recovery.report import Restored
 from recovery.restore import restore as restore_state
 from storage_backends import open_store
@@ -115,7 +115,7 @@ class Checkpointer:
             )
         self._stopper = Stopping()
         self._stop_agreed = False
-        self._pending = None
+        self._pending: Pending | None = None
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
         self._start = 0
         self._closed = False
@@ -358,9 +358,12 @@ class Checkpointer:
         flat = self._flattener.flatten()
         layout = self._taking.agree(flat)
         taken = self._taking.take(flat, None, step=restored.step)
-        reference = adopted(restored, layout, taken.data)
-        if reference is not None:
-            self._writer.adopt(reference)
+        table = None if restored.part is None else table_of(restored.part, layout)
+        if restored.part is None or table is None:
+            self._writer.adopt(None)
+            return
+        packs = dict(restored.part.packs)
+        self._writer.adopt(Reference(restored.id, layout, taken.data, table, packs))
 
     # --- stopping and closing ---
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json, print_table
-from ckpt.format import values
 from ckpt.format.manifest import BundleRow, Part, ShardRow
+from ckpt.format.values import decode, flat
 from ckpt.history.catalog import find, read_history
 from recovery.read import open_snapshot, read_parts
 
@@ -47,7 +47,7 @@ def command(
         rank: {
             path: value
             for name, raw in part.values.items()
-            for path, value in values.flat(values.decode(raw), name).items()
+            for path, value in flat(decode(raw), name).items()
             if not name.startswith("$")
         }
         for rank, part in sorted(parts.items())
