@@ -71,7 +71,7 @@ class _Placed:
 
 
 class Storing:
-    """One save's pass. `run` it once."""
+    """One save's pass. `run` it once. `ahead`: raw bytes that may be with the encoders at a time (one batch always)."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Storing:
         rule: Rule,
         learned: Learned,
         encoders: Crew[Bench],
+        ahead: int,
         outbox: Outbox,
         tally: Tally,
         breathe: Breath,
@@ -101,6 +102,7 @@ class Storing:
         self._batch: list[Task] = []
         self._batch_size = 0
         self._encoding: deque[Pending[tuple[list[Encoded], float]]] = deque()
+        self._ahead = max(1, min(2 * encoders.size + 1, ahead // (BATCH + job.layout.chunk)))
         self._given_up = False
         self._dying: frozenset[str] = frozenset()
         self._leaning: dict[str, list[Same]] = {}
@@ -206,7 +208,7 @@ class Storing:
         self._encoding.append(self._encoders.submit(lambda bench: self._encode(bench, batch)))
         while self._encoding and self._encoding[0].over:
             self._collect()
-        while len(self._encoding) > 2 * self._encoders.size + 1:
+        while len(self._encoding) > self._ahead:
             self._collect()
 
     def _encode(self, bench: Bench, batch: list[Task]) -> tuple[list[Encoded], float]:

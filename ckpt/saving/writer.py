@@ -235,13 +235,14 @@ class Writer:
         breathe = Breath()
         started = time.perf_counter()
         self._look_again()
+        ahead = self._settings.memory // 4
         outbox = Outbox(
             self._store,
             self._uploaders,
             job.id,
             job.rank,
             pack_limit=self._settings.pack_limit,
-            memory=self._settings.memory,
+            memory=self._settings.memory - ahead,
             breathe=breathe,
         )
         held = Storing(
@@ -250,6 +251,7 @@ class Writer:
             rule=Rule(self._settings.amplification),
             learned=self._learned,
             encoders=self._encoders,
+            ahead=ahead,
             outbox=outbox,
             tally=tally,
             breathe=breathe,
