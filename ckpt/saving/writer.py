@@ -195,6 +195,8 @@ class Writer:
         while (work := self._take()) is not None:
             job, done = work
             outcome = self._outcome(job)
+            if isinstance(outcome, Failed):
+                _forget_frames(outcome.error)  # only now, because `_outcome` is one of them
             with self._changed:
                 self._busy, self._delivering = False, True
                 self._changed.notify_all()
@@ -225,9 +227,7 @@ class Writer:
             return self._save(job, tally)
         except BaseException as error:  # whatever it is, the next save must work (MemoryError, a crash in a test)
             try:
-                failure = _failure(job, tally.stage, error)
-                _forget_frames(failure)
-                return Failed(failure, tally.report())
+                return Failed(_failure(job, tally.stage, error), tally.report())
             except BaseException:
                 return last_resort
 
