@@ -262,3 +262,48 @@ class SizedStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         self._inner.delete(keys)
+
+
+class SwitchStore:
+    """Calls of one verb on keys with one prefix fail from `fail()` until `heal()`; counts every call."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self._fault: tuple[type[Unavailable] | type[Refused], str, str] | None = None
+        self.calls: list[tuple[str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def fail(self, error: type[Unavailable] | type[Refused], *, verb: str, key: str = "") -> None:
+        self._fault = (error, verb, key)
+
+    def heal(self) -> None:
+        self._fault = None
+
+    def _look(self, verb: str, key: str) -> None:
+        self.calls.append((verb, key))
+        if self._fault is not None and verb == self._fault[1] and key.startswith(self._fault[2]):
+            raise self._fault[0](f"{self.url}: {verb} of {key} failed on purpose", store=self.url, key=key)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._look("put", key)
+        self._inner.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        self._look("get", key)
+        return self._inner.get(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        self._look("get_range", key)
+        return self._inner.get_range(key, start, stop)
+
+    def list(self, prefix: str) -> Sequence[Entry]:
+        self._look("list", prefix)
+        return self._inner.list(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._look("delete", key)
+        self._inner.delete(keys)
