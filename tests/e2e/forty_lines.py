@@ -35,11 +35,9 @@ def train(run: ckpt.Run) -> None:
         run.log(loss=loss)
     final = {**model.state_dict(), **{f"average.{k}": v for k, v in average.state_dict().items()}}
     moments = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
+    tensors = [*final.values(), *moments, torch.tensor(run.state["losses"], dtype=torch.float64)]
     with open(out, "wb") as file:
-        file.writelines(
-            tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for tensor in [*final.values(), *moments, torch.tensor(run.state["losses"], dtype=torch.float64)]
-        )
+        file.writelines(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
 train()
