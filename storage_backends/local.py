@@ -162,7 +162,7 @@ class LocalStore:
                 raise Refused(f"{self.url}: {key} is not a plain file", store=self.url, key=key)
             yield file, status.st_size
         finally:
-            self._system.close(file)
+            self._folders.close(file)
 
     def _read(self, file: int, key: str, start: int, stop: int) -> bytes:
         pieces = []
