@@ -14,6 +14,7 @@ import numpy as np
 
 from ckpt.errors import DamagedError, LayoutMismatch
 from ckpt.format.manifest import Blob, ChunkRow, Part, ShardRow
+from ckpt.format.names import PartName
 from ckpt.format.shards import DTYPES, Box, Cut, Shard, cuts, uncovered, whole
 from recovery.boxes import Bytes, Copy, Run, copies
 
@@ -47,8 +48,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whom a chunk belongs to, for messages."""
+    """Whom a chunk belongs to, for messages; `key` is the part that describes it."""
 
+    key: str
     step: int
     rank: int
     leaf: str
@@ -147,7 +149,7 @@ def _not_held(parts: Mapping[int, Part], want: Wanted, problem: str) -> DamagedE
 def _clipped_wrong(place: Place, box: Box, of: Box) -> DamagedError:
     return DamagedError(
         f"{place}: expected blobs of a box that holds {box}, found {of}; run 'ckpt verify --step {place.step}'",
-        key="",
+        key=place.key,
         step=place.step,
         rank=place.rank,
         leaf=place.leaf,
@@ -252,7 +254,8 @@ class _Planner:
         key: object = (blobs, row.dtype, chunk.digest, box.numel if of == box else (of, box))
         job = self.jobs.get(key)
         if job is None:
-            place = Place(part.id.step, rank, row.leaf, n)
+            key_ = PartName(part.id, rank, part.revision).key
+            place = Place(key_, part.id.step, rank, row.leaf, n)
             shape = row.shape if row.bundle is None else (part.bundles[row.bundle[0]].length,)
             if not of.within(shape) or of.intersect(box) != box:
                 raise _clipped_wrong(place, box, of)

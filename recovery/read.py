@@ -156,10 +156,19 @@ def verdict(store: Store, opened: OpenSnapshot, error: DamagedError) -> DamagedE
     """
     if not isinstance(error, Missing):
         return error
+    lost = DamagedError(
+        str(error),
+        key=error.key,
+        step=error.step,
+        rank=error.rank,
+        leaf=error.leaf,
+        expected=error.expected,
+        found=error.found,
+    )
     try:
         store.get(opened.key)
     except NotFound:
         return Pruned(
             f"snapshot {opened.id.short} ({opened.id}) was pruned while it was being read ({error.key} is gone)"
         )
-    return error
+    return lost

@@ -1,0 +1,318 @@
+"""Bring a live state back to a committed step: every rank, in place, all or nothing (torch).
+
+    choose      rank 0 reads the history; all ranks try the same snapshots, newest first
+    claim       a run is opened that names the snapshot, before its first part is read (PROTOCOL.md §3, §5.2)
+    documents   each rank reads its own part, and gets the others' from its peers only where it needs them
+    read        every wanted box into host memory, every byte checked
+    install     only now, after every rank has everything, are live tensors written
+
+Until the last stage nothing live has changed: a damaged snapshot, a layout that does not fit or a store that fails
+leaves the state as it was. The price is host memory for one copy of the rank's own state, freed at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from ckpt.agreement import on_first
+from ckpt.errors import DamagedError, LayoutMismatch, NoSnapshot
+from ckpt.format.manifest import Part, seal
+from ckpt.format.names import SnapshotId
+from ckpt.format.shards import Shard
+from ckpt.leaves import Restoration, plan_restore
+from recovery.agree import Peers, Skip, together
+from recovery.assemble import covered
+from recovery.boxes import Bytes
+from recovery.choose import Choice, Skipped, choose, exhausted
+from recovery.fetch import Tally
+from recovery.parallel import THREADS, in_threads
+from recovery.place import Seat, merged, stored_state, wants
+from recovery.read import OpenSnapshot, check_part, check_snapshot, open_snapshot, read_part_bytes, verdict
+from recovery.report import Restored
+from recovery.shards import MEMORY, read_shards
+from storage_backends.base import Store
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(eq=False, slots=True)
+class Meter:
+    """Bytes and seconds so far, over all snapshots tried."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def count(self, source: str, n: int) -> None:
+        if n:
+            self.bytes[source] = self.bytes.get(source, 0) + n
+
+
+def restore(
+    store: Store,
+    ranks: Peers,
+    state: MutableMapping[str, object],
+    *,
+    step: int | str | None = None,
+    claim: Callable[[SnapshotId], bool],
+    memory: int = MEMORY,
+    threads: int = THREADS,
+) -> Restored | None:
+    """Restore `state` in place. Collective: every rank calls it, and all end on one snapshot or raise alike.
+
+    Args:
+        step: None or "latest": the newest of the live line, falling back past damaged ones; else exactly that one.
+        claim: collective; makes the snapshot safe from a prune that begins now. False: one has announced its end.
+        memory: most encoded bytes in flight, and so about what is needed beside one copy of the rank's state.
+
+    Returns:
+        What was done, or None if the store holds no snapshot and none was asked for.
+
+    Raises:
+        NoSnapshot: the one asked for does not exist (any more).
+        DamagedError: it is damaged; or all are.
+        LayoutMismatch, UnsupportedState, FormatTooNew: it cannot become this state.
+        StorageError: the store does not answer: that is neither damage nor emptiness.
+    """
+    seat = Seat(ranks.rank, ranks.world_size)
+    return restore_seat(store, ranks, seat, state, step=step, claim=claim, memory=memory, threads=threads)
+
+
+def restore_seat(
+    store: Store,
+    peers: Peers,
+    seat: Seat,
+    state: MutableMapping[str, object],
+    *,
+    step: int | str | None,
+    claim: Callable[[SnapshotId], bool],
+    memory: int,
+    threads: int,
+) -> Restored | None:
+    """`restore` for the state of any seat: `load_into` restores rank 2 of 4 and asks nobody."""
+    meter = Meter()
+    with meter.stage("choose"):
+        choice = _choose_together(store, peers, step)
+    skipped: list[Skipped] = list(choice.unreadable)
+    for id_, reason in choice.unreadable:
+        log.warning("snapshot %s passed over: %s", id_.short, reason)
+    last: Exception | None = None
+    for id_ in choice.candidates:
+        if not claim(id_):
+            reason = "a prune has announced its removal"
+            last = NoSnapshot(f"snapshot {id_.short}: {reason}")
+        else:
+            attempt = _Attempt(store, peers, seat, state, id_, meter, memory, threads)
+            found = attempt.run()
+            if not isinstance(found, Skip):
+                return _restored(found, seat, meter, tuple(skipped))
+            last, reason = found.error, str(found.error)
+        skipped.append((id_, reason))
+        log.warning("snapshot %s passed over: %s", id_.short, reason)
+    if not choice.candidates:
+        return None
+    raise exhausted(store, choice, tuple(skipped), last)
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    """A `Choice` on its way from rank 0."""
+
+    candidates: tuple[str, ...]
+    named: bool
+    unreadable: tuple[tuple[str, str], ...]
+
+
+def _choose_together(store: Store, peers: Peers, step: int | str | None) -> Choice:
+    """Rank 0 reads the history, so that a listing that lags somewhere cannot set the ranks apart."""
+
+    def ask() -> bytes:
+        choice = choose(store, step)
+        unreadable = tuple((str(id_), reason) for id_, reason in choice.unreadable)
+        return msgspec.json.encode(_Choice(tuple(map(str, choice.candidates)), choice.named, unreadable))
+
+    told = msgspec.json.decode(on_first(peers, ask), type=_Choice)
+    return Choice(
+        tuple(_id(text) for text in told.candidates),
+        told.named,
+        tuple((_id(text), reason) for text, reason in told.unreadable),
+    )
+
+
+def _id(text: str) -> SnapshotId:
+    parsed = SnapshotId.parse(text)
+    assert parsed is not None, text  # from rank 0's own code, not from a store
+    return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """One snapshot's parts as far as this rank has them (`raw`: their stored bytes), and what they mean for the live
+    state. `plan` None: more parts are needed to say."""
+
+    opened: OpenSnapshot
+    parts: Mapping[int, Part]
+    raw: Mapping[int, bytes]
+    plan: Restoration | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    """One snapshot, tried by all ranks together."""
+
+    store: Store
+    peers: Peers
+    seat: Seat
+    state: MutableMapping[str, object]
+    id: SnapshotId
+    meter: Meter
+    memory: int
+    threads: int
+
+    def run(self) -> _Documents | Skip:
+        with self.meter.stage("documents"):
+            documents = self._documents()
+            if isinstance(documents, Skip):
+                return documents
+        with self.meter.stage("read"):
+            read = together(self.peers, lambda: self._read(documents))
+            if isinstance(read, Skip):
+                return read
+        with self.meter.stage("install"):
+            installed = together(self.peers, lambda: self._install(documents, read.value))
+            if isinstance(installed, Skip):
+                raise installed.error
+        return documents
+
+    def _documents(self) -> _Documents | Skip:
+        done = together(self.peers, self._open)
+        if isinstance(done, Skip):
+            return done
+        # One read, and one revision for everybody: a compaction may be publishing another one right now.
+        key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
+        opened = check_snapshot(document, key.decode())
+        own = together(self.peers, lambda: self._own(opened), wishes=lambda documents: documents.plan is None)
+        if isinstance(own, Skip):
+            return own
+        if not own.wish:
+            return own.value
+        # Every part is read from the store by one rank only, and handed round: thousands of ranks that each read
+        # thousands of parts would be millions of requests.
+        raw = self._exchange(own.value.raw)
+        every = together(self.peers, lambda: self._every(opened, raw))
+        return every if isinstance(every, Skip) else every.value
+
+    def _open(self) -> bytes:
+        if self.peers.rank != 0:
+            return b""
+        opened = open_snapshot(self.store, self.id)
+        return opened.key.encode() + b"\n" + seal(opened.snapshot)
+
+    def _own(self, opened: OpenSnapshot) -> _Documents:
+        """The seat's own part; or, in a job of another size, this rank's share of the parts."""
+        world_size = opened.snapshot.world_size
+        own = self.seat.own(world_size)
+        ranks = (own,) if own is not None else range(self.peers.rank, world_size, self.peers.world_size)
+        with self._judged(opened):
+            return self._understood(opened, self._read_raw(opened, ranks))
+
+    def _every(self, opened: OpenSnapshot, raw: Mapping[int, bytes]) -> _Documents:
+        """All parts; those that no peer had from the store."""
+        with self._judged(opened):
+            rest = [rank for rank in range(opened.snapshot.world_size) if rank not in raw]
+            return self._understood(opened, {**raw, **self._read_raw(opened, rest)})
+
+    def _read_raw(self, opened: OpenSnapshot, ranks: Sequence[int]) -> dict[int, bytes]:
+        def one(rank: int) -> tuple[int, bytes]:
+            return rank, read_part_bytes(self.store, opened.snapshot, rank)
+
+        raw = dict(in_threads(ranks, one, threads=min(self.threads, max(len(ranks), 1))))
+        self.meter.count("documents", sum(map(len, raw.values())))
+        return raw
+
+    def _exchange(self, own: Mapping[int, bytes]) -> dict[int, bytes]:
+        raw: dict[int, bytes] = {}
+        for data in self.peers.gather(msgspec.msgpack.encode(own)):
+            raw |= msgspec.msgpack.decode(data, type=dict[int, bytes])
+        self.meter.count("peers", sum(len(data) for rank, data in raw.items() if rank not in own))
+        return raw
+
+    def _understood(self, opened: OpenSnapshot, raw: Mapping[int, bytes]) -> _Documents:
+        """Check the parts, and plan if they are enough for it."""
+        snapshot = opened.snapshot
+        parts = {rank: check_part(data, snapshot, rank) for rank, data in sorted(raw.items())}
+        complete = len(parts) == snapshot.world_size
+        if not complete and self.seat.own(snapshot.world_size) is None:
+            return _Documents(opened, parts, raw)
+        try:
+            stored = stored_state(parts, self.seat)
+            plan = plan_restore(self.state, stored)
+        except LayoutMismatch:
+            # What seems to be missing may be another rank's: replicated leaves are stored by one of their holders.
+            if complete:
+                raise
+            return _Documents(opened, parts, raw)
+        if not complete and not covered(parts, wants(plan.wanted, parts, self.seat)):
+            return _Documents(opened, parts, raw)
+        return _Documents(opened, parts, raw, plan, stored.values)
+
+    def _read(self, documents: _Documents) -> dict[Shard, Bytes]:
+        assert documents.plan is not None
+        wanted = wants(documents.plan.wanted, documents.parts, self.seat)
+        tally = Tally()
+        try:
+            with self._judged(documents.opened):
+                return merged(
+                    read_shards(
+                        self.store, documents.parts, wanted, memory=self.memory, threads=self.threads, tally=tally
+                    )
+                )
+        finally:
+            self.meter.count("store", tally.bytes)
+
+    def _install(self, documents: _Documents, read: dict[Shard, Bytes]) -> None:
+        assert documents.plan is not None
+        try:
+            while read:
+                shard, data = read.popitem()  # each is freed as soon as it is in place
+                documents.plan.install(shard, torch.from_numpy(data))
+            documents.plan.finish()
+        except Exception as error:
+            error.add_note("raised while live state was being written: some of it is restored, some is not")
+            raise
+
+    @contextmanager
+    def _judged(self, opened: OpenSnapshot) -> Iterator[None]:
+        """Tell what was pruned under the reader from what is damaged."""
+        try:
+            yield
+        except DamagedError as error:
+            raise verdict(self.store, opened, error) from error
+
+
+def _restored(documents: _Documents, seat: Seat, meter: Meter, skipped: tuple[Skipped, ...]) -> Restored:
+    own = seat.own(documents.opened.snapshot.world_size)
+    return Restored(
+        documents.opened.id,
+        meter.bytes,
+        meter.seconds,
+        skipped,
+        {name: value for name, value in documents.values.items() if name.startswith("$")},
+        documents.opened.snapshot,
+        None if own is None else documents.parts[own],
+    )
