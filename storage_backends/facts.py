@@ -51,6 +51,7 @@ class Facts:
     Attributes:
         extra: what to ``pip install 'incremental-ckpt[…]'`` for it; None: comes with fsspec, or unknown to us.
         whole: an object appears whole or not at all. If not, it is written under a temporary name and renamed.
+        bucket: paths begin with the name of a bucket (or container), which exists beforehand.
         folders: folders are real and must be made before a put. If not, "not found" during a put means the bucket.
         flat: `find` asks for all keys below a prefix in one go, and raises when it cannot. If not, folders are listed
             one by one (the default `find` takes a folder that it could not list for an empty one).
@@ -64,6 +65,7 @@ class Facts:
 
     extra: str | None = None
     whole: bool = False
+    bucket: bool = False
     folders: bool = True
     flat: bool = False
     shared: bool = False
@@ -81,6 +83,7 @@ UNKNOWN = Facts()
 _S3 = Facts(
     extra="s3",
     whole=True,
+    bucket=True,
     folders=False,
     flat=True,
     shared=True,
@@ -90,8 +93,12 @@ _S3 = Facts(
     options={"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}},
     attributes={"retries": 1},
 )
-_GCS = Facts(extra="gcs", whole=True, folders=False, flat=True, shared=True, threads=16, mtime=("mtime", "updated"))
-_AZURE = Facts(extra="azure", whole=True, folders=False, flat=True, shared=True, threads=16, mtime=("last_modified",))
+_GCS = Facts(
+    extra="gcs", whole=True, bucket=True, folders=False, flat=True, shared=True, threads=16, mtime=("mtime", "updated")
+)
+_AZURE = Facts(
+    extra="azure", whole=True, bucket=True, folders=False, flat=True, shared=True, threads=16, mtime=("last_modified",)
+)
 # One instance used by several threads hangs (3 of 3). Its rename replaces (posix-rename@openssh.com). No fsync: as
 # durable as the server makes a closed file. sshd lets ten unauthenticated connections wait, and refuses the rest.
 _SFTP = Facts(

@@ -64,7 +64,7 @@ class FsspecStore:
             self._root = str(cls._strip_protocol(url)).rstrip("/")
         except Exception as error:
             raise self._explain(error, "open", "") from error
-        if not self._root and protocol != "memory" and not self._facts.folders:
+        if self._facts.bucket and not self._root.partition("/")[0]:
             raise Refused(f"{self._url}: names no bucket; expected {protocol}://bucket/path", store=self._url, key="")
 
         def make() -> FileSystem:
