@@ -17,16 +17,20 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ckpt.format.codec import LEVEL, PLANES, RAW, SPARSE, SUB, XOR, ZSTD
-from ckpt.format.codec import orders as is_ordered
+from ckpt.format.codec import LEVEL, PLANES, RAW, SPARSE, SUB, XOR, ZSTD, orders
 from ckpt.format.shards import DType
 from ckpt.format.words import NOISE, Bytes, Words, difference, entropies, histograms, sample, words_of
 
-OVERHEAD = 24
-"""Bytes of framing that every estimate carries, so that tiny chunks are not split into planes for nothing."""
+OVERHEAD = 12
+FRAME, SYMBOL = 15, 0.5
+"""Bytes of framing per blob, and of zstd's per plane: its headers, and a code table that grows with the alphabet. Small
+chunks must not be split into planes for nothing."""
 
 MEMORY = 0.1
 """Weight of the newest ratio in the moving one: the last ten chunks of a kind count."""
+
+FULL_WEIGHT = 128 << 10
+"""Chunks shorter than this weigh less: what a norm's 256 bytes came to says little about matrices."""
 
 LIMITS = (0.25, 4.0)
 """What a correction is held within: one freak chunk must not shut a kind out for ever."""
@@ -89,9 +93,10 @@ class Learned:
         low, high = LIMITS
         ratio = min(max(stored / estimate, low), high)
         key = (cls, dtype.name, kind)
+        weight = MEMORY * min(1.0, raw / FULL_WEIGHT)
         with self._lock:
-            old = self._ratios.get(key)
-            self._ratios[key] = ratio if old is None else old + MEMORY * (ratio - old)
+            old = self._ratios.get(key, 1.0)
+            self._ratios[key] = old + weight * (ratio - old)
 
     def _best(self, sizes: dict[int, float], cls: str, dtype: str) -> tuple[int, float] | None:
         corrected = [(size * self._ratios.get((cls, dtype, kind), 1.0), kind) for kind, size in sizes.items()]
@@ -113,12 +118,10 @@ def _keyframe_sizes(words: Words, raw: int, zstd: zstandard.ZstdCompressor) -> d
         return {}
     if words[0] == words[-1] and not np.any(words != words[0]):
         return {ZSTD: float(min(raw, OVERHEAD))}  # constant, as far as seen
-    share = raw / words.nbytes
-    planes = _coded(entropies(histograms(words))).sum() / 8 * len(words) * share + OVERHEAD
     # zstd alone wins where bytes repeat at a distance (rows, masks, counters), which no histogram shows.
-    whole = len(zstd.compress(words.data)) * share
+    whole = len(zstd.compress(words.data)) * (raw / words.nbytes)
     # For words of one byte both are the same stream, but for the framing.
-    return {ZSTD: whole} if words.dtype.itemsize == 1 else {PLANES: float(planes), ZSTD: whole}
+    return {ZSTD: whole} if words.itemsize == 1 else {PLANES: _planes_size(histograms(words), raw), ZSTD: whole}
 
 
 def _delta_sizes(words: Words, base: Words, raw: int, dtype: DType) -> dict[int, float]:
@@ -126,24 +129,25 @@ def _delta_sizes(words: Words, base: Words, raw: int, dtype: DType) -> dict[int,
     if not len(words):
         return {SPARSE: float(raw + OVERHEAD)}
     delta, spare = np.empty_like(words), np.empty_like(words)
-    difference(words, base, floats=is_ordered(dtype), out=delta, spare=spare)
-    counts = histograms(delta)
-    n = len(words)
-    changed = int(np.count_nonzero(delta))
-    per_word = raw / words.nbytes * n / 8  # bytes of the chunk per bit of a word
+    difference(words, base, floats=orders(dtype), out=delta, spare=spare)
+    n, changed, in_chunk = len(words), int(np.count_nonzero(delta)), raw / words.itemsize
     if not changed:
         # The chunk did change, or nobody would ask: rarely, or in a few rows. Both are what `sparse` is for.
-        return {SPARSE: OVERHEAD + _gap_bits(0.5 / n) * per_word}
-    sizes = {SUB: float(_coded(entropies(counts)).sum() * per_word + OVERHEAD)}
-    if not is_ordered(dtype):
-        # On floats xor never won over sub (FACTS.md §1), so it is not looked at there.
+        return {SPARSE: OVERHEAD + _gap_bits(0.5 / n) * in_chunk / 8}
+    counts = histograms(delta)
+    sizes = {SUB: _planes_size(counts, raw)}
+    if not orders(dtype):
+        # On floats xor never won by more than a percent (FACTS.md §1), so it is not looked at there.
         np.bitwise_xor(words, base, out=delta)
-        sizes[XOR] = float(_coded(entropies(histograms(delta))).sum() * per_word + OVERHEAD)
+        sizes[XOR] = _planes_size(histograms(delta), raw)
     if changed <= DENSE * n:
+        share = changed / n
         # Unchanged words are zeros in every plane; without them the histogram is that of the values.
         counts[:, 0] -= n - changed
-        share = changed / n
-        sizes[SPARSE] = (_gap_bits(share) + share * _value_bits(counts)) * per_word + OVERHEAD
+        # The two smallest differences, ±1, pack into one bit; else planes.
+        packs = counts[1:, 1:].sum() == 0 and counts[0, 3:].sum() == 0
+        values = share * in_chunk / 8 if packs else _planes_size(counts, share * raw)
+        sizes[SPARSE] = _gap_bits(share) * in_chunk / 8 + values + OVERHEAD
     return sizes
 
 
@@ -152,13 +156,9 @@ def _gap_bits(share: float) -> float:
     return -1.03 * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
 
 
-def _value_bits(counts: NDArray[np.int64]) -> float:
-    """Bits per changed word. The two smallest differences, ±1, pack into one bit; else planes, none below a bit."""
-    if counts[1:, 1:].sum() == 0 and counts[0, 3:].sum() == 0:
-        return 1.0
-    return float(_coded(entropies(counts)).sum())
-
-
-def _coded(bits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bits per byte as stored, from entropies: noise raw, the rest with what zstd adds."""
-    return np.where(bits > NOISE, 8.0, np.minimum(bits + np.interp(bits, _BITS, _MORE), 8.0))
+def _planes_size(counts: NDArray[np.int64], raw: float) -> float:
+    """Bytes of planes with these `histograms` in a chunk of `raw` bytes: noise raw, the rest with what zstd adds."""
+    bits, plane = entropies(counts), raw / len(counts)
+    table = FRAME + SYMBOL * np.count_nonzero(counts, axis=1)
+    coded = plane * (bits + np.interp(bits, _BITS, _MORE)) / 8 + table
+    return float(np.where(bits > NOISE, plane, np.minimum(coded, plane)).sum() + OVERHEAD)

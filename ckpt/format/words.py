@@ -7,6 +7,7 @@ number). Every function writes into arrays it is given: fresh temporaries of chu
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -112,10 +113,16 @@ def histograms(words: Words) -> NDArray[np.int64]:
     return np.bincount(keys.ravel(), minlength=256 * width).reshape(width, 256)
 
 
+_LIMIT = SAMPLE_BLOCKS * SAMPLE_WORDS
+_NLOGN = np.arange(_LIMIT + 1) * np.log2(np.maximum(np.arange(_LIMIT + 1), 1))
+
+
 def entropies(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Bits per byte of each row of `histograms`, with Miller and Madow's correction for small samples."""
+    """Bits per byte of each row of the `histograms` of a `sample`, with Miller and Madow's correction for small ones.
+
+    n·log n comes from a table, which counts of a sample cannot exceed: logarithms would be half the time of a probe.
+    """
     total = np.maximum(counts.sum(axis=1), 1)
-    plogp = counts * np.log2(np.maximum(counts, 1))
-    bias = (np.count_nonzero(counts, axis=1) - 1) / (2 * np.log(2) * total)
-    found: NDArray[np.float64] = np.clip(np.log2(total) - plogp.sum(axis=1) / total + bias, 0.0, 8.0)
-    return found
+    bias = ((counts > 0).sum(axis=1) - 1) / (2 * math.log(2) * total)
+    found: NDArray[np.float64] = np.log2(total) - _NLOGN[counts].sum(axis=1) / total + bias
+    return np.minimum(np.maximum(found, 0.0), 8.0)
