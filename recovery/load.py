@@ -20,7 +20,8 @@ from ckpt.errors import DamagedError, NoSnapshot
 from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Leaf, Shard, whole
-from ckpt.format.values import encode, flat
+from ckpt.format.values import TorchName, encode, flat
+from ckpt.leaves_tree import torch_constant
 from recovery.agree import Alone
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
@@ -170,7 +171,7 @@ def _values(parts: Mapping[int, Part], patterns: tuple[str, ...] | None) -> dict
         for name in part.values:
             for path, value in flat(stored_value(part, name), name).items():
                 if _matches(path, patterns):
-                    by_path.setdefault(path, {})[rank] = (encode(value, path), value)
+                    by_path.setdefault(path, {})[rank] = (encode(value, path), _plain(value))
     found: dict[str, Any] = {}
     for path, each in by_path.items():
         if len({text for text, _ in each.values()}) == 1 and len(each) == len(parts):
@@ -178,6 +179,16 @@ def _values(parts: Mapping[int, Part], patterns: tuple[str, ...] | None) -> dict
         else:
             found |= {f"{path}@rank{rank}": value for rank, (_, value) in each.items()}
     return found
+
+
+def _plain(value: Any) -> Any:
+    """The constant of torch that a stored name stands for, if this torch has it."""
+    if not isinstance(value, TorchName):
+        return value
+    try:
+        return torch_constant(value)
+    except ValueError:
+        return value
 
 
 def _matches(path: str, patterns: tuple[str, ...] | None) -> bool:

@@ -21,6 +21,10 @@ def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREA
     raised here after the running ones have ended, so that nothing works on behind the caller's back. Closing the
     iterator does the same. Items are taken one by one under a lock, so `items` may be any generator.
     """
+    if threads <= 1:  # one item, or one thread: nothing to wait for side by side
+        for only in items:
+            yield do(only)
+        return
     todo = iter(items)
     lock = threading.Lock()
     stopped = threading.Event()

@@ -288,9 +288,8 @@ class _Attempt:
     def _install(self, documents: _Documents, read: dict[Shard, Bytes]) -> None:
         assert documents.plan is not None
         try:
-            while read:
-                shard, data = read.popitem()  # each is freed as soon as it is in place
-                documents.plan.install(shard, torch.from_numpy(data))
+            for shard in documents.plan.wanted:  # in the plan's order: it puts first what may still be refused
+                documents.plan.install(shard, torch.from_numpy(read.pop(shard)))  # and freed as soon as it is in place
             documents.plan.finish()
         except Exception as error:
             error.add_note("raised while live state was being written: some of it is restored, some is not")
