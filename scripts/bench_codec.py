@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from gpt import GPT, GPTConfig, adamw, random_batch, stdlib_bytes
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ckpt.format.codec import KINDS, SPARSE, Codec
 from ckpt.format.manifest import chunk_digest, digest64
 from ckpt.format.pack import PackBuilder
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES
+from scripts.gpt import GPT, GPTConfig, adamw, random_batch, stdlib_bytes
 
 Bytes = NDArray[np.uint8]
 State = dict[tuple[str, str], Bytes]
@@ -36,7 +35,7 @@ State = dict[tuple[str, str], Bytes]
 
 CONFIGS = {
     "full": GPTConfig(),
-    "small": GPTConfig(layers=2, heads=4, width=64, context=64),
+    "small": GPTConfig(layers=4, heads=4, width=128, context=64, dropout=0.1),  # the demo's
 }
 BATCH = 8
 BARS = {"deltas": 1.30, "keyframes": 1.19, "bf16 2 % pack": 85.0}
