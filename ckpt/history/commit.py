@@ -164,7 +164,8 @@ class _Step:
                     return f"{key} is gone"
                 # This rank's own bytes are compared with what it meant to store: a store may say yes and keep others.
                 known = self.own if key == self.own.key else None
-                parts.append((PartRef(key, len(data), digest128(data)), read_part(data, key=key, name=known)))
+                part = read_part(data, key=key, name=known, breathe=self.breathe)
+                parts.append((PartRef(key, len(data), digest128(data)), part))
                 self.breathe()
         except (DamagedError, FormatTooNew) as error:
             raise self.failed(str(error)) from error

@@ -167,9 +167,9 @@ def _kept(
     history: History, order: Order, objects: _Objects, clock: _Clock, unfinished: Collection[PruneDoc]
 ) -> tuple[dict[SnapshotId, str], list[str]]:
     """Every snapshot that stays, and ids without one that are claimed by name: id → why. And notes for people."""
-    hard = _protected(history, objects, clock)
-    notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
     announced = {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+    hard = _protected(history, objects, clock, announced)
+    notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
     if leaving := sorted(announced & history.snapshots.keys() - hard.keys()):
         notes.append(f"finishing an earlier prune: {', '.join(id_.short for id_ in leaving)}")
     soft: dict[SnapshotId, str] = {}
@@ -185,8 +185,11 @@ def _kept(
     return dict(sorted((soft | hard).items())), notes
 
 
-def _protected(history: History, objects: _Objects, clock: _Clock) -> dict[SnapshotId, str]:
-    """What nothing can remove. PROTOCOL.md §5.1, in its order, the weakest reason first."""
+def _protected(
+    history: History, objects: _Objects, clock: _Clock, announced: Collection[SnapshotId]
+) -> dict[SnapshotId, str]:
+    """What nothing can remove (PROTOCOL.md §5.1), the weakest reason first. `announced`: snapshots that a prune has
+    removed or will; what is left of one is no step in the making."""
     found: dict[SnapshotId, str] = {}
     if history.newest is not None:
         found[history.newest] = "the newest snapshot"
@@ -218,7 +221,7 @@ def _protected(history: History, objects: _Objects, clock: _Clock) -> dict[Snaps
         doc = history.runs.get(id_.run)
         ranks = {n.rank for e in group if (n := PartName.parse(e.key)) and n.revision == 0}
         complete = doc is None or len(ranks) >= doc.world_size
-        if id_ not in history.snapshots and complete and not clock.old(group):
+        if id_ not in history.snapshots and id_ not in announced and complete and not clock.old(group):
             lean_on(id_.run, id_.step, f"step {id_.short}, not committed, may lean on it")
     newest_commit = max(of_run, default=None)
     for run, doc in history.runs.items():
