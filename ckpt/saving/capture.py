@@ -1,0 +1,269 @@
+"""The one thing training waits for: a copy of every owned tensor into a host buffer, all at one instant (torch).
+
+Small tensors are most of the calls and few of the bytes: 20,000 of them cost 30 ms one by one. Neighbours in the
+layout are therefore gathered by one `torch.cat` into the buffer, over flat views that are made once and kept. Copies
+are made on integer views of the bits, so that no conversion can touch a NaN's payload or a dtype that copies badly.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ckpt.errors import LayoutMismatch, UnsupportedState
+from ckpt.format.layout import Layout, Region
+from ckpt.format.shards import DTYPES, Shard
+
+if TYPE_CHECKING:
+    from ckpt.leaves_flatten import Flat
+    from ckpt.leaves_tensors import LiveShard
+
+log = logging.getLogger("ckpt")
+
+SMALL = 64 * 1024
+"""Tensors below this many bytes are gathered; larger ones are copied one by one."""
+
+RUN = 32_767
+"""Elements per gather on the CPU: from 32,768 on torch.cat goes parallel, copying input by input: twice as slow."""
+
+DEVICE_RUN = 8 << 20
+"""Elements per gather on a device, where each gather takes that much scratch."""
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the element's width (two int64 per complex128): shape and strides are kept, but
+    for a contiguous tensor, which comes flat."""
+    if tensor.dtype.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_CARRIERS[tensor.dtype.itemsize])
+    return bits.view(-1) if bits.is_contiguous() else bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Regions `first` to `last` (exclusive, in buffer order) that one call copies into bytes ``[start, stop)``."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class _Target:
+    """What was made for one buffer: one view per run. Not slots=True: a finalizer watches it."""
+
+    array: NDArray[np.uint8]
+    views: list[torch.Tensor]
+
+
+class Capturer:
+    """Copies the state into buffers of one layout. Views of live tensors and of the two buffers are kept from save to
+    save, and checked at each one."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        # Buffer order: neighbours can be gathered.
+        self._regions = sorted((r for r in layout.regions if r.nbytes), key=operator.attrgetter("start"))
+        self._nbytes = sum(r.nbytes for r in self._regions)
+        self._shards: Sequence[LiveShard] | None = None
+        self._sources: list[int] = []  # per region, the number of its shard in the state
+        self._tensors: list[torch.Tensor] = []
+        self._pointers: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._runs: list[_Run] = []
+        self._inputs: list[list[torch.Tensor]] = []  # per run
+        self._targets: dict[int, _Target] = {}  # by address of the buffer
+
+    def take(self, flat: Flat, slot: NDArray[np.uint8]) -> int:
+        """Copy every region of the layout into `slot`; nothing refers to live tensors in it afterwards.
+
+        Args:
+            flat: the state; each region is one of its shards, or rows of one.
+            slot: at least ``layout.nbytes`` contiguous bytes.
+
+        Returns:
+            Bytes copied.
+
+        Raises:
+            LayoutMismatch: the state has no shard for a region.
+            UnsupportedState: a tensor's memory was freed.
+        """
+        self._look_at(flat)
+        views = self._target(slot).views
+        waits: set[torch.device] = set()
+        for view, inputs in zip(views, self._inputs, strict=True):
+            source = inputs[0]
+            if source.is_cuda:
+                waits.add(source.device)
+                view.copy_(source if len(inputs) == 1 else torch.cat(inputs), non_blocking=True)
+            elif len(inputs) == 1:
+                view.copy_(source)
+            elif source.device.type == "cpu":
+                torch.cat(inputs, out=view)
+            else:
+                view.copy_(torch.cat(inputs))
+        for event in [torch.cuda.current_stream(device).record_event() for device in waits]:
+            event.synchronize()
+        return self._nbytes
+
+    # --- sources ---
+
+    def _look_at(self, flat: Flat) -> None:
+        """Take up the state's tensors: views are made anew for those that are others than at the last save."""
+        shards, sources, tensors = flat.shards, self._sources, self._tensors
+        if shards is not self._shards:
+            if self._shards is None or not _same_shards(self._shards, shards):
+                sources = list(self._find(shards))
+            tensors = [shards[i].tensor for i in sources]
+        pointers = list(map(torch.Tensor.data_ptr, tensors))
+        if sources is not self._sources:
+            views = [self._view(region, shards[i]) for region, i in zip(self._regions, sources, strict=True)]
+        elif pointers == self._pointers and all(map(operator.is_, tensors, self._tensors)):
+            self._shards = shards
+            return
+        else:
+            kept = map(operator.is_, tensors, self._tensors)
+            still = map(operator.eq, pointers, self._pointers)
+            views = [
+                view if same and unmoved else self._view(region, shards[i])
+                for view, same, unmoved, region, i in zip(self._views, kept, still, self._regions, sources, strict=True)
+            ]
+        regroup = list(map(_flavour, views)) != list(map(_flavour, self._views))
+        self._shards, self._sources = shards, sources
+        self._tensors, self._pointers, self._views = tensors, pointers, views
+        if regroup:
+            self._group()
+        self._inputs = [views[run.first : run.last] for run in self._runs]
+
+    def _find(self, shards: Sequence[LiveShard]) -> Iterator[int]:
+        numbers: dict[str, list[int]] = {}
+        for i, live in enumerate(shards):
+            numbers.setdefault(live.shard.leaf.path, []).append(i)
+        for region in self._regions:
+            for i in numbers.get(region.shard.leaf.path, ()):
+                if _inside(region.shard, shards[i].shard):
+                    yield i
+                    break
+            else:
+                raise LayoutMismatch(
+                    f"{region.shard.leaf.path}: the layout stores box {region.shard.box} as {_describe(region.shard)}, "
+                    "and the state holds no such box; the state changed without all ranks agreeing on it anew",
+                    changed={region.shard.leaf.path: f"stored {_describe(region.shard)}, live: absent"},
+                )
+
+    def _view(self, region: Region, live: LiveShard) -> torch.Tensor:
+        tensor, box, outer = live.tensor, region.shard.box, live.shard.box
+        path = live.shard.leaf.path
+        if tuple(tensor.shape) != outer.lengths or tensor.dtype.itemsize != DTYPES[live.shard.leaf.dtype].size:
+            raise LayoutMismatch(
+                f"{path}: expected {outer} of {_describe(live.shard)}, found {tensor.dtype} {list(tensor.shape)}",
+                changed={path: f"expected {list(outer.lengths)}, found {list(tensor.shape)}"},
+            )
+        if tensor.data_ptr() == 0:  # its storage was resized to nothing: reading it would be a crash
+            raise UnsupportedState(
+                f"{path}: its memory was freed (storage of size 0); save while the tensor is there", leaf=path
+            )
+        if box != outer:
+            tensor = tensor.narrow(0, box.offsets[0] - outer.offsets[0], box.lengths[0])
+        return as_bits(tensor)
+
+    def _group(self) -> None:
+        """Plan the calls: runs of small neighbours of one element width and device, each other region by itself."""
+        runs: list[_Run] = []
+        room = 0  # elements the last run still takes
+        kind: object = None
+        for i, (region, view) in enumerate(zip(self._regions, self._views, strict=True)):
+            count = view.numel()
+            small = view.dim() == 1 and view.is_contiguous() and region.nbytes < SMALL
+            this = (view.dtype, view.device)
+            if small and kind == this and count <= room and region.start == runs[-1].stop:
+                runs[-1] = _Run(runs[-1].first, i + 1, runs[-1].start, region.start + region.nbytes)
+                room -= count
+                continue
+            runs.append(_Run(i, i + 1, region.start, region.start + region.nbytes))
+            kind = this if small else None
+            room = (RUN if view.device.type == "cpu" else DEVICE_RUN) - count
+        self._runs = runs
+        self._targets.clear()
+
+    # --- targets ---
+
+    def _target(self, slot: NDArray[np.uint8]) -> _Target:
+        address = int(slot.__array_interface__["data"][0])
+        found = self._targets.get(address)
+        if found is not None and found.array.nbytes == slot.nbytes:
+            return found
+        if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous or slot.nbytes < self._layout.nbytes:
+            raise ValueError(f"a buffer of {slot.nbytes} bytes; expected {self._layout.nbytes} contiguous bytes")
+        base = torch.from_numpy(slot)
+        target = _Target(slot, [self._place(base, run) for run in self._runs])
+        if any(view.is_cuda for view in self._views):
+            _pin(target)
+        # Two buffers take turns; a third address means that they were replaced.
+        while len(self._targets) >= 2:
+            del self._targets[next(iter(self._targets))]
+        self._targets[address] = target
+        return target
+
+    def _place(self, base: torch.Tensor, run: _Run) -> torch.Tensor:
+        source = self._views[run.first]
+        place = base[run.start : run.stop].view(source.dtype)
+        return place if source.is_contiguous() else place.view(source.shape)
+
+
+def _same_shards(old: Sequence[LiveShard], new: Sequence[LiveShard]) -> bool:
+    return [live.shard for live in old] == [live.shard for live in new]
+
+
+def _flavour(view: torch.Tensor) -> tuple[bool, torch.dtype, torch.device]:
+    """What decides how a view is grouped; its size is given by its region."""
+    return view.is_contiguous(), view.dtype, view.device
+
+
+def _inside(part: Shard, live: Shard) -> bool:
+    if part.leaf != live.leaf or part.per_rank != live.per_rank:
+        return False
+    a, b = part.box, live.box
+    if a == b:
+        return True
+    rest = a.offsets[1:] == b.offsets[1:] and a.lengths[1:] == b.lengths[1:]
+    start = a.offsets[0] - b.offsets[0] if a.offsets else -1
+    return rest and 0 <= start <= start + a.lengths[0] <= b.lengths[0]
+
+
+def _describe(shard: Shard) -> str:
+    return f"{shard.leaf.cls} {shard.leaf.dtype} {list(shard.leaf.shape)}{' per rank' if shard.per_rank else ''}"
+
+
+def _pin(target: _Target) -> None:
+    """Lock a buffer's pages, so that device copies run at full speed and at once. Where refused, they are slower."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = int(target.array.__array_interface__["data"][0])
+    code = cudart.cudaHostRegister(address, target.array.nbytes, 0)
+    if code == cudart.cudaError.success:
+        # Holds the array: its pages must be unlocked before they are unmapped. Not at exit, when CUDA may be gone.
+        weakref.finalize(target, _unpin, address, target.array).atexit = False
+        return
+    log.warning("cannot lock %d bytes of host memory (%s): device copies will be slower", target.array.nbytes, code)
+    try:
+        torch.zeros(1, device="cuda")  # takes the error off CUDA's record, or the next kernel would report it
+    except RuntimeError:
+        log.debug("cleared the error of cudaHostRegister", exc_info=True)
+
+
+def _unpin(address: int, array: NDArray[np.uint8]) -> None:
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = cudart.cudaHostUnregister(address)
+    if code != cudart.cudaError.success:
+        log.warning("cannot unlock %d bytes of host memory: %s", array.nbytes, code)
