@@ -8,7 +8,7 @@ itself. Data read from a store is checked here once: types and signs by msgspec,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zstandard
@@ -36,8 +36,11 @@ MAX_PART = 1 << 30
 
 # --- chunks as all floors pass them around -----------------------------------------------------------------------
 
+# gc=False, here and for the rows below: there are hundreds of thousands of these, they hold only text and numbers and
+# can form no cycle, and a collection that walks them holds the GIL for tens of milliseconds.
 
-class Blob(Struct, frozen=True):
+
+class Blob(Struct, frozen=True, gc=False):
     """Where one encoded chunk lies: bytes ``[start, stop)`` of the pack object `pack` (its key), codec `kind`
     (codec.KINDS), and the xxh3-64 of those bytes."""
 
@@ -52,7 +55,7 @@ class Blob(Struct, frozen=True):
         return self.stop - self.start
 
 
-class Chunk(Struct, frozen=True):
+class Chunk(Struct, frozen=True, gc=False):
     """What a chunk needs to be rebuilt: every blob, base first; the digest of the result (`chunk_digest`); and `of`,
     the box the blobs decode to, where it is not the chunk's own (after a change of layout)."""
 
@@ -64,7 +67,7 @@ class Chunk(Struct, frozen=True):
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
-class BlobRow(Struct, frozen=True, array_like=True):
+class BlobRow(Struct, frozen=True, array_like=True, gc=False):
     """A blob in a part: `pack` is an index into the part's own pack list."""
 
     pack: Natural
@@ -74,13 +77,13 @@ class BlobRow(Struct, frozen=True, array_like=True):
     digest: Hex64
 
 
-class ChunkRow(Struct, frozen=True, array_like=True, omit_defaults=True):
+class ChunkRow(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     digest: Hex128
     blobs: tuple[BlobRow, ...]
     of: tuple[tuple[Natural, ...], tuple[Natural, ...]] | None = None
 
 
-class BundleRow(Struct, frozen=True):
+class BundleRow(Struct, frozen=True, gc=False):
     """Small leaves of one class and dtype, `length` elements in all, cut like a vector."""
 
     cls: str
@@ -89,7 +92,7 @@ class BundleRow(Struct, frozen=True):
     chunks: tuple[ChunkRow, ...]
 
 
-class ShardRow(Struct, frozen=True, omit_defaults=True):
+class ShardRow(Struct, frozen=True, omit_defaults=True, gc=False):
     """A shard: the box of a leaf this rank stored. `bundle` is (bundle number, first element) for a small leaf, whose
     bytes are the bundle's; else `chunks` are the grid's cells cut to the box, in order."""
 
@@ -193,20 +196,22 @@ def write_part(
     Encoded row by row; `breathe` is called after each, so that a caller on a background thread can give way to the
     training thread (PYTORCH.md §5). Equal arguments give equal bytes.
     """
-    keys = sorted({b.pack for c in table for b in c.blobs})
+    named: set[str] = set()
+    for chunk in table:
+        named.update(b.pack for b in chunk.blobs)
+        breathe()
+    keys = sorted(named)
     number = {key: i for i, key in enumerate(keys)}
     encode = msgspec.json.Encoder(order="sorted").encode
     out: list[bytes] = []
 
     def rows(chunks: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
-        return tuple(
-            ChunkRow(
-                c.digest,
-                tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs),
-                None if c.of is None else (c.of.offsets, c.of.lengths),
-            )
-            for c in chunks
-        )
+        made: list[ChunkRow] = []
+        for c in chunks:
+            blobs = tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs)
+            made.append(ChunkRow(c.digest, blobs, None if c.of is None else (c.of.offsets, c.of.lengths)))
+            breathe()
+        return tuple(made)
 
     fixed: dict[str, Any] = {
         "aliases": dict(head.aliases),
@@ -251,7 +256,18 @@ def write_part(
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(out))
 
 
-def read_part(data: bytes, *, key: str, name: PartRef | None = None) -> Part:
+class _Outline(Part, frozen=True):
+    """A part whose rows are not decoded yet."""
+
+    bundles: tuple[Raw, ...]  # type: ignore[assignment]
+    shards: tuple[Raw, ...]  # type: ignore[assignment]
+
+
+def _hold() -> None:
+    """No background thread, no need to give way."""
+
+
+def read_part(data: bytes, *, key: str, name: PartRef | None = None, breathe: Callable[[], None] = _hold) -> Part:
     """Decode a part and check it as far as one part can be checked.
 
     Args:
@@ -259,6 +275,7 @@ def read_part(data: bytes, *, key: str, name: PartRef | None = None) -> Part:
         key: the object, for messages.
         name: what the snapshot says of it; length and digest are compared first. None only where no snapshot exists
             yet (the committer), or for salvage.
+        breathe: called between rows, for callers on a background thread; that is why rows are decoded one by one.
 
     Raises:
         DamagedError: bytes, fields or cross references are wrong.
@@ -279,13 +296,33 @@ def read_part(data: bytes, *, key: str, name: PartRef | None = None) -> Part:
             raise damaged(key, f"one zstd frame of {size} bytes", f"{len(text)} bytes, or bytes after the frame")
     except zstandard.ZstdError as error:
         raise damaged(key, "a zstd frame", str(error)) from error
-    part = decode(text, Part, key)
-    for problem in _part_problems(part):
+    outline = decode(text, _Outline, key)
+    breathe()
+    fields = {field: getattr(outline, field) for field in Part.__struct_fields__}
+    fields["bundles"] = _rows(outline.bundles, BundleRow, key, breathe)
+    fields["shards"] = _rows(outline.shards, ShardRow, key, breathe)
+    part = Part(**fields)
+    for problem in _part_problems(part, breathe):
         raise damaged(key, "a consistent part", problem, step=part.step, rank=part.rank)
     return part
 
 
-def _part_problems(part: Part) -> Iterator[str]:
+T = TypeVar("T")
+
+
+def _rows(raw: Sequence[Raw], kind: type[T], key: str, breathe: Callable[[], None]) -> tuple[T, ...]:
+    read = msgspec.json.Decoder(kind).decode
+    rows: list[T] = []
+    for number, row in enumerate(raw):
+        try:
+            rows.append(read(row))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise damaged(key, f"a {kind.__name__} as row {number}", str(error)) from error
+        breathe()
+    return tuple(rows)
+
+
+def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
     if part.rank >= part.world_size:
         yield f"rank {part.rank} of world size {part.world_size}"
 
@@ -328,6 +365,7 @@ def _part_problems(part: Part) -> Iterator[str]:
         else:
             count = cut_count(row.shape, box, DTYPES[row.dtype].size, part.chunk)
             yield from chunk_problems(row.leaf, row.chunks, count)
+        breathe()
 
 
 def table_of(part: Part, layout: Layout) -> tuple[Chunk, ...] | None:

@@ -149,9 +149,12 @@ class Outbox:
             )
             self._breathe()
         done = builder.finish()
+        del builder
         key = PackName(self._id, self._rank, len(self._packed.packs), done.digest).key
         self._packed.packs[key] = len(done.data)
-        for b, (start, stop) in zip(blobs, done.ranges, strict=True):
+        # Popped, because thousands of blobs freed at once would hold the GIL as long as a loop over them.
+        for start, stop in reversed(done.ranges):
+            b = blobs.pop()
             self._packed.blobs[b.task.index] = Blob(key, start, stop, b.kind, b.digest)
             self._breathe()
         self._flying.append((self._crew.submit(lambda _: self._put(key, done.data)), len(done.data)))

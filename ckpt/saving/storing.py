@@ -242,8 +242,9 @@ class Storing:
 
     def _next(self, blobs: dict[int, Blob], new_packs: dict[str, int]) -> Held:
         """The reference to be."""
-        for index, placed in self._placed.items():
-            self._table[index] = Chunk(placed.digest, (*placed.below, blobs[index]))
+        while self._placed:  # emptied on the way: to free it all at once would hold the GIL
+            index, placed = self._placed.popitem()
+            self._table[index] = Chunk(placed.digest, (*placed.below, blobs.pop(index)))
             self._breathe()
         for index, of in self._twins:
             self._table[index] = self._table[of]

@@ -281,9 +281,18 @@ class Writer:
             breathe=breathe,
         )
         tally.spend("commit", time.perf_counter() - mark)
-        self._held, self._unseen = held, None
+        self._unseen = None
+        self._advance(held, breathe)
         tally.spend("total", time.perf_counter() - started)
         return Saved(snapshot, tally.report())
+
+    def _advance(self, held: Held, breathe: Breath) -> None:
+        """The commit was seen."""
+        freed = [] if self._held is None else list(self._held.reference.table)
+        self._held = held
+        while freed:  # chunk by chunk: a large table freed at once would hold the GIL
+            freed.pop()
+            breathe()
 
     def _head(self, job: SaveJob, tally: Tally) -> PartHead:
         reference = self.reference

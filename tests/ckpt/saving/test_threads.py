@@ -73,7 +73,7 @@ def test_tools_that_cannot_be_made_fail_the_work_and_not_the_thread() -> None:
 def test_a_stopped_crew_finishes_what_it_has_and_can_be_started_again() -> None:
     crew = Crew("t", 1, Tool)
     crew.start()
-    (thread,) = [t for t in threading.enumerate() if t.name == "t-0"]
+    thread = crew.submit(lambda tool: tool.thread).result()
     last = crew.submit(lambda tool: 5)
     crew.stop()
     assert last.result() == 5
