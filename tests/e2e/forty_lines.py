@@ -31,7 +31,7 @@ def train(run: ckpt.Run) -> None:
         optimizer.step()
         schedule.step()
         average.update_parameters(model)
-        run.state["losses"].append(float(loss))
+        run.state["losses"].append(loss.item())
         run.log(loss=loss)
     final = {**model.state_dict(), **{f"average.{k}": v for k, v in average.state_dict().items()}}
     moments = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]

@@ -44,7 +44,7 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
-        return float(loss)
+        return loss.item()
 
     def bytes(self) -> dict[str, bytes]:
         """Every tensor of model and optimizer, by name, as bytes; and the schedule as text."""
