@@ -26,7 +26,8 @@ def choose(store: Store, step: int | str | None) -> Choice:
     """Read the history and say what to try.
 
     Without a step these are the snapshots of the live line. Abandoned ones never stand in for it silently: a job that
-    went back on purpose would find itself on the line it left.
+    went back on purpose would find itself on the line it left. Only where the document that says what a run resumed
+    from cannot be read, so that the line ends in nothing, are all older snapshots tried after it.
 
     Raises:
         NoSnapshot: the one asked for does not exist.
@@ -43,6 +44,8 @@ def choose(store: Store, step: int | str | None) -> Choice:
                     raise _all_unreadable(store, ((id_, reason),)) from None
             raise
     live = tuple(sorted(history.live, reverse=True))
+    if live and live[-1].run not in history.runs:
+        live += tuple(sorted((id_ for id_ in history.snapshots if id_ < live[-1]), reverse=True))
     if not live and unreadable:
         raise _all_unreadable(store, unreadable)
     return Choice(live, unreadable=tuple(s for s in unreadable if s[0] > live[0]) if live else ())

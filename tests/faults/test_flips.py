@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.errors import DamagedError
-from ckpt.format.manifest import PinDoc, PruneDoc, seal
+from ckpt.format.manifest import Chunk, Part, PinDoc, PruneDoc, seal
 from ckpt.format.names import (
     ALIVE,
     PACKS,
@@ -31,10 +31,11 @@ from recovery.read import open_snapshot, read_parts
 from recovery.shards import read_shards
 from recovery.verify import verify
 from storage_backends.memory import MemoryStore
-from tests.support.stores import RUN, DirectWriter, State, cut, drifting, flipped, make_store
+from tests.support.stores import RUN, DirectWriter, State, cut, drifting, flipped, written_store
 
 FLIPS = 520
-KINDS = (PACKS, PARTS, SNAPSHOTS, RUNS, PINS, PRUNES, STORE_KEY)
+# Packs three times: they have the most bytes, and the most to tell apart.
+KINDS = (PACKS, PACKS, PACKS, PARTS, SNAPSHOTS, RUNS, PINS, PRUNES, STORE_KEY)
 
 
 class Sample:
@@ -43,12 +44,15 @@ class Sample:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.states: list[State] = list(drifting(4, rows=48))
-        self.ids = make_store(self.store, self.states, ranks=3, chunk=4096, blobs_per_pack=6)
+        self.ids = written_store(self.store, self.states, ranks=3, chunk=4096)
         leftover = DirectWriter(self.store, ranks=3, chunk=4096, last=self.ids[-1])
         leftover.step(50, drifting(1, seed=5, rows=16)[0], commit=False)
         self.store.put(pin_key("best"), seal(PinDoc(1, "best", str(self.ids[1]))))
         self.store.put(prune_key("0f0f"), seal(PruneDoc(1, (str(SnapshotId(RUN, 1)),), ())))
         self.needed = self._needed()
+        blobs = [len(c.blobs) for id_ in self.ids for part in self._parts(id_) for c in _chunks(part)]
+        assert min(blobs) == 1, "no keyframes"
+        assert max(blobs) > 1, "no deltas"
 
     def keys(self, kind: str) -> list[str]:
         return [entry.key for entry in self.store.list("") if entry.key.startswith(kind)]
@@ -60,11 +64,13 @@ class Sample:
             snapshot = open_snapshot(self.store, id_).snapshot
             documents = [SnapshotName(id_).key, *(ref.key for ref in snapshot.parts)]
             ranges = [(key, 0, 1 << 60) for key in documents]
-            for part in read_parts(self.store, snapshot).values():
-                for row in (*part.shards, *part.bundles):
-                    ranges += [(b.pack, b.start, b.stop) for c in part.chunks(row) for b in c.blobs]
+            for part in self._parts(id_):
+                ranges += [(b.pack, b.start, b.stop) for c in _chunks(part) for b in c.blobs]
             needed[id_] = ranges
         return needed
+
+    def _parts(self, id_: SnapshotId) -> list[Part]:
+        return list(read_parts(self.store, open_snapshot(self.store, id_).snapshot).values())
 
     def hit(self, key: str, byte: int) -> set[SnapshotId]:
         """The snapshots whose reading reads this byte."""
@@ -76,6 +82,10 @@ class Sample:
         wants = [Wanted(Shard(Leaf(p, "array", v.dtype.name, v.shape), whole(v.shape))) for p, v in state.items()]
         for want, data in read_shards(self.store, parts, wants, threads=1):
             assert data.tobytes() == cut(state[want.shard.leaf.path], want.shard.box)
+
+
+def _chunks(part: Part) -> list[Chunk]:
+    return [chunk for row in (*part.shards, *part.bundles) for chunk in part.chunks(row)]
 
 
 def _flips(sample: Sample, count: int) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,9 @@ from ckpt.format.manifest import (
 from ckpt.format.names import STORE_KEY, PackName, PartName, RunId, SnapshotId, SnapshotName, run_key
 from ckpt.format.pack import PackBuilder
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, whole
+from ckpt.history.clock import SystemClock
+from ckpt.saving.job import Failed, Outcome, SaveJob
+from ckpt.saving.writer import Writer, WriterSettings
 from storage_backends.base import Store
 
 RUN = RunId(1, "0badcafe")
@@ -252,6 +256,46 @@ def make_store(
     writer = DirectWriter(store, **settings)
     writer.begin()
     return [writer.step(10 * (n + 1), state, values=values) for n, state in enumerate(states)]
+
+
+def written_store(
+    store: Store,
+    states: Sequence[State],
+    *,
+    ranks: int = 1,
+    chunk: int = DEFAULT_CHUNK,
+    split: Split = by_rows,
+    amplification: float = 3.0,
+) -> list[SnapshotId]:
+    """Like `make_store`, but by the real `Writer`s, one per rank side by side, with all their policy."""
+    plain = DirectWriter(store, ranks=ranks, chunk=chunk, split=split)
+    plain.begin()
+    settings = WriterSettings(amplification=amplification, commit_wait=60.0, workers=1)
+    writers = [Writer(store, SystemClock(), settings) for _ in range(ranks)]
+    layouts: list[Layout] = []
+    ids = []
+    for n, state in enumerate(states):
+        id_ = SnapshotId(plain.run, 10 * (n + 1))
+        leaves = {path: plain._leaf(path, value) for path, value in state.items()}
+        if not layouts:
+            layouts = [lay_out(plain._shards(leaves, state, rank), chunk) for rank in range(ranks)]
+        outcomes: queue.Queue[Outcome] = queue.Queue()
+        for rank, writer in enumerate(writers):
+            data = plain._fill(layouts[rank], state, rank)
+            job = SaveJob(
+                id_, rank, ranks, layouts[rank], data, {}, {}, {}, "0" * 32, None, 1e9 if rank == 0 else None
+            )  # fmt: skip
+            writer.submit(job, outcomes.put)
+        for _ in writers:
+            outcome = outcomes.get(timeout=60)
+            if isinstance(outcome, Failed):
+                raise outcome.error
+        for writer in writers:
+            assert writer.wait(60)
+        ids.append(id_)
+    for writer in writers:
+        assert writer.stop(60)
+    return ids
 
 
 def drifting(steps: int, *, seed: int = 0, rows: int = 96) -> list[dict[str, Array]]:
