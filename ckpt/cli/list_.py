@@ -23,7 +23,8 @@ def command(
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
-    history = read_history(open_url(url, storage_option))
+    store = open_url(url, storage_option)
+    history = read_history(store)
     if as_json:
         print_json(_document(history))
         return
@@ -54,7 +55,7 @@ def command(
             right=frozenset({0, 1, 2, 3, 4}),
         )
     else:
-        print("no snapshots")
+        print(f"no snapshots on {store.url}")
     if history.problems and problems:
         for problem in history.problems:
             warn(f"{problem.key}: {problem.text}")
