@@ -1,7 +1,8 @@
 """From captured bytes to packs on the store: one pass over the pieces of a state.
 
 The writer's thread compares and packs, the encode crew encodes a few batches ahead, the upload crew puts full packs:
-all three at once. Results are taken in the order of the pieces, so equal states make equal packs.
+all three at once. Results are taken in the order of the pieces, whichever worker is done first: what lies together in
+the state lies together in a pack, and is read in one range.
 """
 
 from __future__ import annotations

@@ -24,6 +24,15 @@ def background() -> None:
         return
 
 
+def spare_cores() -> int:
+    """The cores this process may use but one, which trains; at least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    return max(1, cores - 1)
+
+
 class Pending(Generic[Result]):
     """What a piece of work will come to."""
 

@@ -12,7 +12,6 @@ for the next one: that one leans on the last commit seen, whose packs every part
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import traceback
@@ -32,22 +31,13 @@ from ckpt.saving.job import Failed, Outcome, Reference, Report, Saved, SaveJob
 from ckpt.saving.packing import Outbox
 from ckpt.saving.policy import Rule
 from ckpt.saving.storing import Bench, Storing, Tally
-from ckpt.saving.threads import Crew, background
+from ckpt.saving.threads import Crew, background, spare_cores
 from storage_backends.base import Store
 
 log = logging.getLogger(__name__)
 
 UPLOADS = 2
 """Packs under way at once: one put's latency hides behind the other's bytes, and a pool would only take memory."""
-
-
-def spare_workers() -> int:
-    """Encode workers where nobody says how many: the cores this process may use but one, which trains; at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cores = os.cpu_count() or 1
-    return max(1, cores - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class Writer:
         self._clock = clock
         self._settings = settings
         self._learned = Learned()
-        self._encoders = Crew("ckpt-encode", settings.workers or spare_workers(), Bench)
+        self._encoders = Crew("ckpt-encode", settings.workers or spare_cores(), Bench)
         self._uploaders = Crew("ckpt-upload", UPLOADS, lambda: None)
         self._thread: threading.Thread | None = None
         # Guards the fields up to the blank line. Re-entrant by default, as it must be: a signal handler may close the

@@ -129,6 +129,20 @@ def test_leaves_that_come_and_go_leave_the_others_unstored() -> None:
     assert holds(saver.store, outcome.snapshot, keep)
 
 
+def test_requests_do_not_grow_with_the_number_of_leaves() -> None:
+    """M11 at this floor."""
+    counts = []
+    for leaves in (20, 2000):
+        store = FaultyStore(MemoryStore())
+        saver = Saver(store, chunk=512 * 1024)
+        for step in (1, 2):
+            state = {f"p{i}": fp32(noise(8, step * 9999 + i)) for i in range(leaves)}
+            state |= {f"m{i}": fp32(noise(2000, step * 9999 + i), "slot:exp_avg") for i in range(leaves // 20)}
+            saver.saved(state, step)
+        counts.append(len(store.calls))
+    assert counts[0] == counts[1]
+
+
 def test_a_state_of_nothing_and_one_of_empty_tensors_are_states() -> None:
     saver = Saver(MemoryStore())
     for step, state in ((1, {}), (2, {"a": fp32(np.zeros((0, 3)))}), (3, {"a": fp32(np.zeros((2, 3)))})):
