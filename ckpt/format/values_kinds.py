@@ -70,17 +70,20 @@ NUMPY_TYPES = frozenset(np.dtype(c).type for c in "?bhilqBHILQefdFD") | {np.date
 def flat(value: Any, path: str) -> dict[str, Any]:
     """Path → plain value of everything in a decoded value, for people to read and compare.
 
-    Dicts, and sequences that hold containers, are walked; a sequence of scalars (betas, a random state) stays one
-    value. `Ref` is left out: a tensor has a row of its own.
+    Dicts are walked, and sequences that hold dicts or tensors somewhere; any other (betas, a list of losses, a table)
+    stays one value. `Ref` is left out: a tensor has a row of its own.
     """
     match value:
         case Ref():
             return {}
         case dict() if value:
             return {p: v for k, item in value.items() for p, v in flat(item, child(path, k)).items()}
-        case list() | tuple() | deque() if any(
-            isinstance(v, (list, tuple, dict, set, frozenset, deque, Ref)) for v in value
-        ):
+        case list() | tuple() | deque() if _branches(value):
             return {p: v for i, item in enumerate(value) for p, v in flat(item, f"{path}[{i}]").items()}
         case _:
             return {path: value}
+
+
+def _branches(value: Any) -> bool:
+    """Whether a sequence holds a dict or a tensor, at any depth."""
+    return any(isinstance(v, (dict, Ref)) or (isinstance(v, (list, tuple, deque)) and _branches(v)) for v in value)
