@@ -23,8 +23,7 @@ from ckpt.format.layout import Layout, Region
 from ckpt.format.shards import DTYPES, Shard
 
 if TYPE_CHECKING:
-    from ckpt.leaves_flatten import Flat
-    from ckpt.leaves_tensors import LiveShard
+    from ckpt.leaves import Flat, LiveShard
 
 log = logging.getLogger("ckpt")
 
@@ -256,10 +255,15 @@ def _pin(target: _Target) -> None:
         weakref.finalize(target, _unpin, address, target.array).atexit = False
         return
     log.warning("cannot lock %d bytes of host memory (%s): device copies will be slower", target.array.nbytes, code)
+    _clear_error()
+
+
+def _clear_error() -> None:
+    """Take the last error off CUDA's record: the next kernel of the training would report it as its own."""
     try:
-        torch.zeros(1, device="cuda")  # takes the error off CUDA's record, or the next kernel would report it
+        torch.zeros(1, device="cuda")
     except RuntimeError:
-        log.debug("cleared the error of cudaHostRegister", exc_info=True)
+        log.debug("took the error of cudaHostRegister off the record", exc_info=True)
 
 
 def _unpin(address: int, array: NDArray[np.uint8]) -> None:

@@ -27,7 +27,7 @@ from ckpt.format.shards import whole
 from ckpt.saving.capture import as_bits
 
 if TYPE_CHECKING:
-    from ckpt.leaves_flatten import Flat
+    from ckpt.leaves import Flat
 
 BLOCK = 1 << 16
 """Words whose weights differ. On the CPU a block and its scratch stay in the cache."""

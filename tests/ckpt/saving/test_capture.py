@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from ckpt.errors import LayoutMismatch, UnsupportedState
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, whole
-from ckpt.leaves_flatten import Flat
-from ckpt.leaves_tensors import LiveShard
+from ckpt.leaves import Flat, Flattener, LiveShard
+from ckpt.saving import capture
 from ckpt.saving.capture import SMALL, Capturer, as_bits
 
 Bytes = np.ndarray
@@ -271,3 +272,76 @@ def test_bits_are_views_and_never_copies() -> None:
     assert as_bits(tensor).data_ptr() == tensor.data_ptr()
     assert as_bits(tensor.t()).shape == (6, 4, 2) and as_bits(tensor.t()).dtype == torch.int64
     assert as_bits(torch.tensor(True)).shape == (1,)
+
+
+def test_a_training_step_after_take_changes_nothing_in_the_buffer() -> None:
+    """B2: real leaves, Adam's step counters and BatchNorm's buffers included."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+
+    train()
+    flattener = Flattener({"model": model, "optimizer": optimizer})
+    flat = flattener.flatten()
+    layout = layout_of(flat)
+    capturer = Capturer(layout)
+    slots = [slot_for(layout), slot_for(layout)]
+    for n in range(4):
+        capturer.take(flattener.flatten(), slots[n % 2])
+        check(layout, flattener.flatten(), slots[n % 2])
+        before = slots[n % 2].copy()
+        train()
+        assert (slots[n % 2] == before).all()
+        assert not np.array_equal(before, slots[1 - n % 2])
+
+
+class FakeCudart:
+    """Stands for the CUDA runtime, which is not here; remembers what it was asked."""
+
+    class cudaError:  # noqa: N801 - torch's name
+        success = 0
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if self.answer == 0:
+            self.registered[address] = nbytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def test_pages_are_locked_as_long_as_the_buffer_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    array = np.zeros(4096, np.uint8)
+    target = capture._Target(array, [])
+    capture._pin(target)
+    assert list(cudart.registered.values()) == [4096]
+    address = weakref.ref(array)
+    del array
+    assert address() is not None
+    del target
+    assert cudart.registered == {} and address() is None
+
+
+def test_where_pages_cannot_be_locked_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = FakeCudart(712)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(capture, "_clear_error", lambda: None)
+    target = capture._Target(np.zeros(4096, np.uint8), [])
+    capture._pin(target)
+    assert "cannot lock 4096 bytes of host memory (712)" in caplog.text
+    del target
+    assert cudart.registered == {}

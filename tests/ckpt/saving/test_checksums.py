@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, whole
-from ckpt.leaves_flatten import Flat
-from ckpt.leaves_tensors import LiveShard
+from ckpt.leaves import Flat, LiveShard
 from ckpt.saving.checksums import BATCH, BLOCK, SMALL, buffers_hash, checksum, checksums
 
 Q = 0x9E3779B97F4A7C13
