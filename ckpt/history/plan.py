@@ -7,7 +7,7 @@ appeared in between (a claim, a pin, a commit) is spared by the very rules that 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.format.manifest import PruneDoc, parse_snapshot
 from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SnapshotId, SnapshotName
@@ -146,6 +146,13 @@ def decide(history: History, order: Order, unfinished: Iterable[PruneDoc], now: 
     )
 
 
+def without_announced(history: History, unfinished: Iterable[PruneDoc]) -> History:
+    """The history without what any prune has announced. Only on the rest can one rely: an announced leftover may have
+    been committed after that prune's second look, and then loses its parts though it is listed now."""
+    going = {text for doc in unfinished for text in doc.snapshots}
+    return replace(history, snapshots={id_: s for id_, s in history.snapshots.items() if str(id_) not in going})
+
+
 @dataclass(frozen=True, slots=True)
 class _Clock:
     """Ages by the store's own clock. Grace 0 needs none."""
@@ -168,19 +175,26 @@ def _kept(
 ) -> tuple[dict[SnapshotId, str], list[str]]:
     """Every snapshot that stays, and ids without one that are claimed by name: id → why. And notes for people."""
     announced = {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+    solid = without_announced(history, unfinished)
     hard = _protected(history, objects, clock, announced)
+    if solid.newest is not None:
+        hard.setdefault(solid.newest, "the newest snapshot")
     notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
     if leaving := sorted(announced & history.snapshots.keys() - hard.keys()):
         notes.append(f"finishing an earlier prune: {', '.join(id_.short for id_ in leaving)}")
     soft: dict[SnapshotId, str] = {}
     keep = order.keep
-    live = sorted(history.live, reverse=True)
+    live = sorted(solid.live, reverse=True)
     if keep.last is None and keep.every is None:
         soft = dict.fromkeys(history.snapshots, "no policy asks for its removal")
     if keep.every is not None:
         soft |= {id_: f"keep every {keep.every}" for id_ in live if id_.step % keep.every == 0}
     if keep.last is not None:
         soft |= dict.fromkeys(live[: keep.last], f"keep last {keep.last}")
+    late = history.snapshots.keys() - solid.snapshots.keys() - announced
+    soft |= dict.fromkeys(
+        late, "committed after a prune took it for a leftover: whether it is whole, that prune decides"
+    )
     soft = {id_: why for id_, why in soft.items() if id_ not in order.remove and id_ not in announced}
     return dict(sorted((soft | hard).items())), notes
 
@@ -191,8 +205,6 @@ def _protected(
     """What nothing can remove (PROTOCOL.md §5.1), the weakest reason first. `announced`: snapshots that a prune has
     removed or will; what is left of one is no step in the making."""
     found: dict[SnapshotId, str] = {}
-    if history.newest is not None:
-        found[history.newest] = "the newest snapshot"
     snapshots = sorted(history.snapshots)
     of_run: dict[RunId, list[SnapshotId]] = {}
     for id_ in snapshots:

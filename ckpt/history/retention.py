@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import FORMAT, PruneDoc, seal, unseal
-from ckpt.format.names import PRUNES, SnapshotId, prune_key
+from ckpt.format.names import PRUNES, SnapshotId, parts_prefix, prune_key
 from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import Clock, SystemClock
-from ckpt.history.plan import Keep, Order, decide
+from ckpt.history.plan import Decision, Keep, Order, decide, without_announced
 from ckpt.history.reading import THREADS, read_many
 from storage_backends.base import Entry, StorageError, Store
 
@@ -106,8 +106,8 @@ def plan_prune(
         FormatTooNew: a newer version of this library writes here.
     """
     order = Order(keep, grace, frozenset(remove))
-    announced, problems = _announcements(store, threads)
     history = read_history(store, packs=True, threads=threads)
+    announced, problems = _announcements(store, threads)
     # The store's clock can only be read by writing. Asking this machine's is no risk: `execute` spares whatever is too
     # young by the store's own.
     now = (clock or SystemClock()).wall() if _dated(history.entries) else None
@@ -161,11 +161,13 @@ def execute(
             # Twice: a claim written just before our second look is listed only a lag later, and whoever wrote it looks
             # for our announcement at once, which must be listed by then.
             clock.sleep(2 * listing_lag)
-        announced, _ = _announcements(store, threads, but=own)
         history = read_history(store, packs=True, known=plan.history, threads=threads)
+        announced, _ = _announcements(store, threads, but=own)
         written = {e.key: e.mtime for e in store.list(PRUNES)}
         now = written.get(own)  # our own object tells the store's time
         again = decide(history, plan.order, announced.values(), now)
+        if not _stands(store, without_announced(history, announced.values())):
+            again = Decision()
     except BaseException:
         with contextlib.suppress(StorageError):
             store.delete([own])  # nothing has been removed: take it back
@@ -202,6 +204,17 @@ def _announcements(store: Store, threads: int, but: str | None = None) -> tuple[
         except DamagedError as error:
             notes.append(f"{error}; what it announced is not finished")
     return found, tuple(notes)
+
+
+def _stands(store: Store, history: History) -> bool:
+    """Whether the newest snapshot, the one that must outlive everything that goes, still has its parts.
+
+    Another prune may have announced them as leftovers, missed a late commit, removed them and gone, all of it between
+    our listings of parts and of announcements. Its packs stand as long as its parts: they go later."""
+    if history.newest is None:
+        return True
+    there = {e.key for e in store.list(parts_prefix(history.newest))}
+    return all(ref.key in there for ref in history.snapshots[history.newest].parts)
 
 
 def _old(mtime: float | None, now: float | None, grace: float) -> bool:
