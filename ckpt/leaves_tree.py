@@ -63,7 +63,7 @@ class _Walk:
             for k, v in value.items():
                 if type(k) not in _IMMUTABLE:
                     self.plain(k, f"key of {path}")
-                dict.__setitem__(copy, k, self.tree(v, child(path, k), per_rank, depth + 1))
+                copy[k] = self.tree(v, child(path, k), per_rank, depth + 1)
             return copy
         if kind is PerRank:
             return self.tree(value.value, path, True, depth)
@@ -160,8 +160,8 @@ def regrow(tree: Any, live: Any, leaf: Callable[[str], Any], *, in_place: bool) 
             items = {k: regrow(v, _at(live, k), leaf, in_place=in_place) for k, v in tree.items()}
             target = live if in_place and type(live) is type(tree) else tree.copy()
             target.clear()
-            for k, v in items.items():
-                dict.__setitem__(target, k, v)
+            for k, v in items.items():  # one by one: Counter.update would add
+                target[k] = v
             return target
         case list() | tuple() | deque():
             grown = [regrow(v, _at(live, i), leaf, in_place=in_place) for i, v in enumerate(tree)]

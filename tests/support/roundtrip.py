@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,9 @@ class Snapshot:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The logical bytes of a tensor in row-major order; a copy."""
-    dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "ComplexHalf support is experimental"
+        dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return dense.reshape(-1).view(torch.uint8).clone()
 
 
