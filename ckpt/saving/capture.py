@@ -183,14 +183,14 @@ class Capturer:
         room = 0  # elements the last run still takes
         kind: object = None
         for i, (region, view) in enumerate(zip(self._regions, self._views, strict=True)):
-            count = view.numel()
-            small = view.dim() == 1 and view.is_contiguous() and region.nbytes < SMALL
+            count, size = view.numel(), view.nbytes
+            small = view.dim() == 1 and view.is_contiguous() and size < SMALL
             this = (view.dtype, view.device)
             if small and kind == this and count <= room and region.start == runs[-1].stop:
-                runs[-1] = _Run(runs[-1].first, i + 1, runs[-1].start, region.start + region.nbytes)
+                runs[-1] = _Run(runs[-1].first, i + 1, runs[-1].start, region.start + size)
                 room -= count
                 continue
-            runs.append(_Run(i, i + 1, region.start, region.start + region.nbytes))
+            runs.append(_Run(i, i + 1, region.start, region.start + size))
             kind = this if small else None
             room = (RUN if view.device.type == "cpu" else DEVICE_RUN) - count
         self._runs = runs
