@@ -79,7 +79,8 @@ def load(
 def load_into(
     url: str | os.PathLike[str] | Store, state: MutableMapping[str, object], step: int | str | None = None
 ) -> Restored:
-    """Restore a live state in place, without opening a run: for evaluation, or beside a live job.
+    """Restore a live state in place, without opening a run: for evaluation, or beside a live job. Of what is stored,
+    only the names in `state` are looked at: ``{"model": model}`` leaves the optimizer where it is.
 
     With torch.distributed each rank calls it for itself; nothing collective happens, so ranks that name no step may
     see different ones while a job saves. Random states and the data position are in `Restored.values`, and not set.
@@ -89,7 +90,8 @@ def load_into(
     """
     store = url if isinstance(url, Store) else open_store(os.fspath(url))
     grouped = dist.is_available() and dist.is_initialized()
-    seat = Seat(dist.get_rank(), dist.get_world_size(), lenient=True) if grouped else Seat(0, 1, lenient=True)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    seat = Seat(rank, world_size, names=frozenset(state))
     restored = restore_seat(
         store, Alone(), seat, state, step=step, claim=lambda _: True, memory=MEMORY, threads=THREADS
     )  # fmt: skip
@@ -139,6 +141,8 @@ def _tensor(shard: Shard, data: Bytes) -> torch.Tensor | np.ndarray[Any, Any]:
     if shard.leaf.cls == "array":
         return data.view(np.dtype(shard.leaf.dtype)).reshape(shard.leaf.shape)
     kind: torch.dtype = getattr(torch, shard.leaf.dtype)  # the name is a key of DTYPES: the part was checked
+    if not data.size:  # a view of nothing has strides that torch refuses
+        return torch.empty(0, dtype=torch.uint8).view(kind).reshape(shard.leaf.shape)
     return torch.from_numpy(data).view(kind).reshape(shard.leaf.shape)
 
 

@@ -24,12 +24,15 @@ from recovery.boxes import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Whose state is restored: this rank of so many. `lenient`: values of other ranks ("$random", "$data") that
-    cannot be told apart in a job of another size may be left out, because nobody is going to train on."""
+    """Whose state is restored: this rank of so many.
+
+    `names`: which tracked names are restored; None is all of them, and nothing may be left over. With names, nobody is
+    going to train on: "$random" and "$data" are left out where a job of another size cannot tell whose to take.
+    """
 
     rank: int
     world_size: int
-    lenient: bool = False
+    names: frozenset[str] | None = None
 
     def own(self, stored_world_size: int) -> int | None:
         """The rank whose values and per-rank leaves this seat takes; None if only equal ones can be taken."""
@@ -66,6 +69,11 @@ def stored_state(parts: Mapping[int, Part], seat: Seat) -> Stored:
     else:
         values = _common_values(parts, seat)
     return Stored(leaves, {path: tuple(b) for path, b in boxes.items()}, frozenset(per_rank), values, aliases)
+
+
+def asked_for(stored: Stored, seat: Seat) -> Stored:
+    """What the seat restores of it."""
+    return stored if seat.names is None else stored.only(seat.names)
 
 
 def wants(shards: Iterable[Shard], parts: Mapping[int, Part], seat: Seat) -> list[Wanted]:
@@ -106,7 +114,7 @@ def _common_values(parts: Mapping[int, Part], seat: Seat) -> dict[str, Any]:
     for name, found in texts.items():
         if len(found) == 1 and all(name in part.values for part in parts.values()):
             values[name] = stored_value(some, name)
-        elif not (seat.lenient and name.startswith("$")):
+        elif seat.names is None or name in seat.names:
             raise _per_rank_differ(name)
     return values
 

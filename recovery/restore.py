@@ -34,7 +34,7 @@ from recovery.boxes import Bytes
 from recovery.choose import Choice, Skipped, choose, exhausted
 from recovery.fetch import Tally
 from recovery.parallel import THREADS, in_threads
-from recovery.place import Seat, merged, stored_state, wants
+from recovery.place import Seat, asked_for, merged, stored_state, wants
 from recovery.read import OpenSnapshot, check_part, check_snapshot, open_snapshot, read_part_bytes, verdict
 from recovery.report import Restored
 from recovery.shards import MEMORY, read_shards
@@ -261,7 +261,7 @@ class _Attempt:
             return _Documents(opened, parts, raw)
         try:
             stored = stored_state(parts, self.seat)
-            plan = plan_restore(self.state, stored)
+            plan = plan_restore(self.state, asked_for(stored, self.seat))
         except LayoutMismatch:
             # What seems to be missing may be another rank's: replicated leaves are stored by one of their holders.
             if complete:
