@@ -97,13 +97,13 @@ class FsspecStore:
 
     def get(self, key: str) -> bytes:
         check_key(key, store=self.url)
-        with self._asking("get", key) as fs:
+        with self._asking("get", key) as fs, self._not_a_folder(fs, key):
             return self._facts.read(fs, self._path(key), None, None)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         check_range(key, start, stop, store=self.url)
         path = self._path(key)
-        with self._asking("get_range", key) as fs:
+        with self._asking("get_range", key) as fs, self._not_a_folder(fs, key):
             data = b""
             if start < stop:  # an empty range cannot be written in HTTP; only its bounds are checked, below
                 try:
@@ -134,7 +134,7 @@ class FsspecStore:
 
         def remove(key: str) -> StorageError | None:
             try:
-                with self._asking("delete", key) as fs:
+                with self._asking("delete", key) as fs, self._not_a_folder(fs, key):
                     fs.rm_file(self._path(key))
             except NotFound:
                 return None
@@ -181,6 +181,16 @@ class FsspecStore:
             raise FileNotFoundError(key)
         if stop > info["size"]:
             raise past_the_end(key, start, stop, info["size"], store=self.url)
+
+    @contextmanager
+    def _not_a_folder(self, fs: FileSystem, key: str) -> Iterator[None]:
+        """A folder is no object. SFTP calls reading or removing one a plain "Failure", so the name is looked at then."""
+        try:
+            yield
+        except Exception as error:
+            if self._facts.folders and meaning(error) is not NotFound and fs.isdir(self._path(key)):
+                raise FileNotFoundError(f"{key} is a folder") from error
+            raise
 
     def _find(self, prefix: str) -> Iterable[Mapping[str, Any]]:
         try:
@@ -235,10 +245,8 @@ class FsspecStore:
         if verb == "put" and kind is NotFound:
             # Where folders are real, one was removed under our feet; elsewhere only the bucket can be missing.
             kind = Unavailable if self._facts.folders else Refused
-        elif verb in ("get", "get_range", "list", "delete") and isinstance(
-            error, IsADirectoryError | NotADirectoryError
-        ):
-            kind = NotFound
+        elif verb != "put" and isinstance(error, NotADirectoryError):
+            kind = NotFound  # below an object there is none
         text = f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             text = text.replace(secret, "***")
