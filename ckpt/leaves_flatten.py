@@ -144,6 +144,7 @@ class Flattener:
         self._rest: tuple[Found, ...] = ()
         self._stored: tuple[Found, ...] = ()
         self._table = Table()
+        self._complete = False
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
 
@@ -191,10 +192,13 @@ class Flattener:
         for name, optimizer in optimizers.items():
             values[name] = optimizer.value(rest)
         known = steady(self._rest, rest)
-        if not changed and known is self._rest and _identical(slots, self._slots):
+        if self._complete and not changed and known is self._rest and _identical(slots, self._slots):
             return self._table.refresh(), values
+        self._complete = False  # a refusal below must not leave an older table to be taken for this one
         self._slots, self._rest = slots, known
-        return self._table.update(chain(self._stored, self._loose, *slots, known)), values
+        shards = self._table.update(chain(self._stored, self._loose, *slots, known))
+        self._complete = True
+        return shards, values
 
     def _name(self, tied: tuple[tuple[Found, ...], ...], loose: list[Found]) -> bool:
         """Give every tensor its path, the first one found where it has several. False if all is as it was."""
