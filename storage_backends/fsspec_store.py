@@ -5,11 +5,9 @@ What differs between backends is in the table of `facts`; nothing here asks for 
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -75,7 +73,7 @@ class FsspecStore:
                 setattr(fs, name, value)
             return fs
 
-        self._instances = _Instances(make, shared=self._facts.shared)
+        self._instances = Instances(make, shared=self._facts.shared)
 
     @property
     def url(self) -> str:
@@ -184,7 +182,7 @@ class FsspecStore:
 
     @contextmanager
     def _not_a_folder(self, fs: FileSystem, key: str) -> Iterator[None]:
-        """A folder is no object. SFTP calls reading or removing one a plain "Failure", so the name is looked at then."""
+        """A folder is no object. SFTP calls reading or removing one a mere "Failure": the name is looked at then."""
         try:
             yield
         except Exception as error:
@@ -252,47 +250,6 @@ class FsspecStore:
             text = text.replace(secret, "***")
         what = "is not there" if kind is NotFound else f"{verb} failed"
         return kind(f"{self.url}: {key or 'the root'}: {what}: {text}", store=self.url, key=key)
-
-
-class _Instances:
-    """Private instances of one backend: one for all threads, or one for each call in flight.
-
-    An instance that failed is not used again where each call has its own: its connection may be what broke, and the
-    next attempt then opens another. After a fork the child makes its own: neither sockets nor event loops survive it.
-    """
-
-    def __init__(self, make: Callable[[], FileSystem], *, shared: bool) -> None:
-        self._make = make
-        self._shared = shared
-        self._lock = threading.Lock()
-        self._idle: list[FileSystem] = []
-        self._pid = os.getpid()
-
-    @contextmanager
-    def borrowed(self) -> Iterator[FileSystem]:
-        if self._pid != os.getpid():
-            self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
-        if self._shared:
-            with self._lock:
-                if not self._idle:
-                    self._idle.append(self._make())
-            yield self._idle[0]
-            return
-        with self._lock:
-            fs = self._idle.pop() if self._idle else None
-        if fs is None:
-            fs = self._make()
-        try:
-            yield fs
-        except Exception as error:
-            if meaning(error) is NotFound:
-                self._give_back(fs)
-            raise
-        self._give_back(fs)
-
-    def _give_back(self, fs: FileSystem) -> None:
-        with self._lock:
-            self._idle.append(fs)
 
 
 def public_url(url: str) -> str:
