@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,15 +33,6 @@ def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREA
     results: queue.Queue[tuple[bool, object]] = queue.Queue(maxsize=2 * threads)
     done = object()
 
-    def put(entry: tuple[bool, object]) -> None:
-        # Wakes up now and then only to see whether the reader has gone.
-        while not stopped.is_set():
-            try:
-                results.put(entry, timeout=0.5)
-                return
-            except queue.Full:
-                continue
-
     def work() -> None:
         try:
             while not stopped.is_set():
@@ -48,10 +40,10 @@ def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREA
                     item = next(todo, done)
                 if item is done:
                     break
-                put((True, do(item)))  # type: ignore[arg-type]
-            put((True, done))
+                results.put((True, do(item)))  # type: ignore[arg-type]
+            results.put((True, done))
         except BaseException as error:
-            put((False, error))
+            results.put((False, error))
 
     workers = [threading.Thread(target=work, name=f"ckpt-read-{n}", daemon=True) for n in range(threads)]
     try:
@@ -69,6 +61,10 @@ def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREA
                 yield value  # type: ignore[misc]
     finally:
         stopped.set()
+        # Whoever waits for room gets it: each puts at most two more, and the emptied queue holds two for each.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results.get_nowait()
         for worker in workers:
             if worker.ident is not None:
                 worker.join()

@@ -110,7 +110,7 @@ def restore_seat(
         choice = _choose_together(store, peers, step)
     skipped: list[Skipped] = list(choice.unreadable)
     for id_, reason in choice.unreadable:
-        log.warning("snapshot %s passed over: %s", id_.short, reason)
+        _say(peers, id_, reason)
     last: Exception | None = None
     for id_ in choice.candidates:
         if not claim(id_):
@@ -123,10 +123,15 @@ def restore_seat(
                 return _restored(found, seat, meter, tuple(skipped))
             last, reason = found.error, str(found.error)
         skipped.append((id_, reason))
-        log.warning("snapshot %s passed over: %s", id_.short, reason)
+        _say(peers, id_, reason)
     if not choice.candidates:
         return None
     raise exhausted(store, choice, tuple(skipped), last)
+
+
+def _say(peers: Peers, id_: SnapshotId, reason: str) -> None:
+    """All ranks know; one speaks."""
+    log.log(logging.WARNING if peers.rank == 0 else logging.INFO, "snapshot %s passed over: %s", id_.short, reason)
 
 
 class _Choice(msgspec.Struct, frozen=True):

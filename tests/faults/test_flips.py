@@ -27,6 +27,7 @@ from ckpt.format.names import (
 )
 from ckpt.format.shards import Leaf, Shard, whole
 from recovery.assemble import Wanted
+from recovery.load import load
 from recovery.read import open_snapshot, read_parts
 from recovery.shards import read_shards
 from recovery.verify import verify
@@ -43,7 +44,7 @@ class Sample:
 
     def __init__(self) -> None:
         self.store = MemoryStore()
-        self.states: list[State] = list(drifting(4, rows=48))
+        self.states: list[State] = list(drifting(4, rows=32))
         self.ids = written_store(self.store, self.states, ranks=3, chunk=4096)
         leftover = DirectWriter(self.store, ranks=3, chunk=4096, last=self.ids[-1])
         leftover.step(50, drifting(1, seed=5, rows=16)[0], commit=False)
@@ -100,7 +101,7 @@ def test_no_single_flipped_bit_goes_unnoticed_and_only_its_readers_are_refused()
     """At least 500 flips over all kinds of objects but the heartbeat."""
     sample = Sample()
     assert {f.level for f in verify(sample.store, deep=True)} == {"note"}
-    refused = unread = 0
+    refused = unread = fallen_back = 0
     for key, bit in _flips(sample, FLIPS):
         flipped(sample.store, key, bit)
         hit = sample.hit(key, bit // 8)
@@ -117,10 +118,25 @@ def test_no_single_flipped_bit_goes_unnoticed_and_only_its_readers_are_refused()
             else:
                 sample.read(id_, state)
                 unread += 1
+        fallen_back += _newest_whole(sample, hit)
         flipped(sample.store, key, bit)
     assert refused > 200
     assert unread > 1000
+    assert fallen_back > 50
     assert not sample.keys(ALIVE)
+
+
+def _newest_whole(sample: Sample, hit: set[SnapshotId]) -> bool:
+    """Reading "the latest" uses the newest snapshot that does not read the damage. True if that is an older one."""
+    good = [(id_, state) for id_, state in zip(sample.ids, sample.states, strict=True) if id_ not in hit]
+    if not good:
+        with pytest.raises(DamagedError):
+            load(sample.store)
+        return False
+    id_, state = good[-1]
+    found = load(sample.store)
+    assert {path: array.tobytes() for path, array in found.items()} == {p: v.tobytes() for p, v in state.items()}
+    return id_ != sample.ids[-1]
 
 
 def _belongs(key: str, step: int | None, rank: int | None, leaf: str | None, hit: set[SnapshotId]) -> None:
