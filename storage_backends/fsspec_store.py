@@ -28,6 +28,7 @@ from storage_backends.base import (
 )
 from storage_backends.causes import meaning
 from storage_backends.facts import FileSystem, facts_of
+from storage_backends.instances import Instances
 from storage_backends.parallel import each
 
 TEMPORARY = ".tmp-"
