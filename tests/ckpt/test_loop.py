@@ -1,11 +1,13 @@
 """The decorated training function: what is saved when, and how it is left.
 
-Most of it against a recording double in the place of the `Checkpointer`, which has its own tests.
+Most of it against a recording double in the place of the `Checkpointer`, which has its own tests; a whole training
+with the real one at the end.
 """
 
 from __future__ import annotations
 
 import inspect
+import signal
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,12 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt import loop
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.retention import Keep
 from ckpt.loop import Run, checkpointed
 from ckpt.options import Options
+from ckpt.random_states import random_states, set_random_states
+from storage_backends.base import Refused, Store
+from storage_backends.memory import MemoryStore
+from tests.support.faulty import FaultyStore
+from tests.support.training import Small, raw
+
+REAL = loop.Checkpointer
 
 
 class Double:
@@ -444,3 +454,104 @@ def test_a_function_that_never_tracks_opens_nothing() -> None:
 
     assert train() == "dry"
     assert Double.made == []
+
+
+# --- with the real Checkpointer ---
+
+STEPS = 30
+BATCHES = 8  # per epoch
+
+
+class Killed(BaseException):
+    """The process is gone in the middle of a step."""
+
+
+def whole_training(
+    store: Store, *, seed: int, every: int = 1, watch: Callable[[int], None] = lambda step: None
+) -> dict[str, Any]:
+    """Dropout, BatchNorm, AdamW, LambdaLR, an average of the weights, shuffled data, losses; as bytes at the end."""
+
+    @checkpointed(store, every=every, options=Options(heartbeat=0.05))
+    def train(run: Run) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        inputs = torch.randn(2 * BATCHES, 8, generator=torch.Generator().manual_seed(5))
+        loader = DataLoader(TensorDataset(inputs), batch_size=2, shuffle=True)
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        run.track(model=model, optimizer=optimizer, schedule=schedule, average=average, losses=[])
+        for step, (batch,) in run.batches(loader, STEPS):
+            watch(step)
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            average.update_parameters(model)
+            run.state["losses"] += [loss.item()]  # type: ignore[operator]
+            run.log(loss=loss)
+        moments = [dict(sorted(optimizer.state[parameter].items())) for parameter in model.parameters()]
+        return {
+            "model": [raw(tensor) for tensor in model.state_dict().values()],
+            "average": [raw(tensor) for tensor in average.state_dict().values()],
+            "moments": [{name: raw(tensor) for name, tensor in slots.items()} for slots in moments],
+            "rates": schedule.get_last_lr(),
+            "losses": run.state["losses"],
+            "random": random_states(),
+        }
+
+    return train()
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loop, "Checkpointer", REAL)
+    before = random_states()
+    yield
+    set_random_states(before)
+
+
+def test_a_training_stopped_three_times_ends_with_the_bits_of_one_that_was_not(real: None) -> None:
+    """L1: stops at 7, at 8 (an epoch's end) and at 19, right after a save that failed; each start draws from other
+    random states until it is restored."""
+    unhurt = whole_training(MemoryStore(), seed=0, every=STEPS)
+    assert len(set(unhurt["losses"])) == STEPS
+
+    store = FaultyStore(
+        MemoryStore(), fail_at=1, error=Refused, where=lambda key: key.startswith("packs/") and "/000000000018/" in key
+    )
+
+    def kill_at(stop: int) -> Callable[[int], None]:
+        def watch(step: int) -> None:
+            if step == stop:
+                raise Killed
+
+        return watch
+
+    for seed, stop in ((0, 7), (101, 8)):
+        with pytest.raises(Killed):
+            whole_training(store, seed=seed, watch=kill_at(stop))
+    with pytest.raises(Killed), pytest.warns(RuntimeWarning, match="step 18 was not saved"):
+        whole_training(store, seed=102, watch=kill_at(19))
+    assert store.fired
+    assert whole_training(store, seed=103) == unhurt
+
+
+def test_sigterm_saves_the_step_under_way_and_the_next_start_goes_on_from_it(real: None) -> None:
+    """F9, while training: nothing else was due."""
+    unhurt = whole_training(MemoryStore(), seed=0, every=STEPS)
+    store = MemoryStore()
+    begun: list[int] = []
+
+    def terminate(step: int) -> None:
+        begun.append(step)
+        if step == 11:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    whole_training(store, seed=0, every=1000, watch=terminate)
+    assert begun == list(range(12))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert whole_training(store, seed=7, every=1000, watch=begun.append) == unhurt
+    assert begun == list(range(STEPS))
