@@ -339,6 +339,7 @@ class Checkpointer:
             taken.ownership,
             metrics if first else None,
             self._clock.wall() if first else None,
+            taken.others,
         )
         self._writer.submit(job, lambda outcome: self._outcomes.settle(ticket, outcome))
         return ticket

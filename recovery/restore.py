@@ -262,7 +262,8 @@ class _Attempt:
         snapshot = opened.snapshot
         parts = {rank: check_part(data, snapshot, rank) for rank, data in sorted(raw.items())}
         complete = len(parts) == snapshot.world_size
-        if not complete and self.seat.own(snapshot.world_size) is None:
+        own = self.seat.own(snapshot.world_size)
+        if not complete and (own is None or not parts.keys() >= set(parts[own].others)):
             return _Documents(opened, parts, raw)
         try:
             stored = stored_state(parts, self.seat)

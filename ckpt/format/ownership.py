@@ -33,11 +33,13 @@ class Ownership:
         owned: shards by rank, sorted. A replicated box may be split along dimension 0.
         digest: xxh3-128 (hex) of the sorted table of leaf, box and owner.
         replicated: (path, box) of every non-empty box that several ranks hold, before any split, sorted.
+        others: by rank, the ranks that store something of what it holds, ascending: whose parts it needs to come back.
     """
 
     owned: tuple[tuple[Shard, ...], ...]
     digest: str
     replicated: tuple[tuple[str, Box], ...]
+    others: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -75,11 +77,16 @@ def share_out(tables: Sequence[Sequence[Shard]], chunk: int = DEFAULT_CHUNK) -> 
             else:
                 groups.setdefault((one.shard.leaf.cls, tuple(one.ranks)), []).append(one.shard)
     load = [sum(shard.nbytes for shard in mine) for mine in owned]
+    others: list[set[int]] = [set() for _ in tables]
     for (_, ranks), shards in sorted(groups.items()):
+        before = [len(owned[rank]) for rank in ranks]
         _spread(sorted(shards, key=_place), ranks, chunk, owned, load)
+        owners = {rank for rank, count in zip(ranks, before, strict=True) if len(owned[rank]) > count}
+        for rank in ranks:
+            others[rank] |= owners - {rank}
     result = tuple(tuple(sorted(mine, key=_place)) for mine in owned)
     replicated = sorted((shard.leaf.path, shard.box) for shards in groups.values() for shard in shards)
-    return Ownership(result, _digest(result), tuple(replicated))
+    return Ownership(result, _digest(result), tuple(replicated), tuple(tuple(sorted(found)) for found in others))
 
 
 def _by_leaf(tables: Sequence[Sequence[Shard]], owned: list[list[Shard]]) -> dict[str, _Boxes]:

@@ -117,7 +117,9 @@ class ShardRow(Struct, frozen=True, omit_defaults=True, gc=False):
 class Part(Struct, frozen=True):
     """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
     ``"<leaf> <box>"`` → checksum. `stored`: bytes of blobs this save put on the store, by codec kind number. `metrics`
-    and `time` (POSIX seconds) are null but on rank 0."""
+    and `time` (POSIX seconds) are null but on rank 0. `others`: the ranks whose
+    parts hold something that this rank held too (replicas are stored once).
+    """
 
     format: Natural
     run: RunText
@@ -137,6 +139,7 @@ class Part(Struct, frozen=True):
     values: dict[str, Raw]
     aliases: dict[str, str]
     replicas: dict[str, str]
+    others: tuple[Natural, ...] = ()
 
     @property
     def id(self) -> SnapshotId:
@@ -182,6 +185,7 @@ class PartHead(Struct, frozen=True):
     replicas: Mapping[str, str]
     values: Mapping[str, bytes]
     revision: int = 0
+    others: tuple[int, ...] = ()
 
 
 def write_part(
@@ -218,6 +222,7 @@ def write_part(
         "chunk": layout.chunk,
         "format": FORMAT,
         "metrics": head.metrics,
+        "others": head.others,
         "ownership": head.ownership,
         "packs": [(key, pack_sizes[key]) for key in keys],
         "rank": head.rank,

@@ -21,8 +21,9 @@ class SaveJob:
     """One captured state of one rank: all that the writer needs. `data` (layout.nbytes bytes) is not touched by
     anyone else until the job's outcome is known.
 
-    `values`: top-level state name → tagged JSON (values.encode). `replicas`: ``"<leaf> <box>"`` → checksum, empty but
-    at a check. `metrics` and `time` (POSIX seconds) are None but on rank 0.
+    `others`: ranks that store something of what this one holds. `values`: top-level state name → tagged JSON
+    (values.encode). `replicas`: ``"<leaf> <box>"`` → checksum, empty but at a check. `metrics` and `time` (POSIX
+    seconds) are None but on rank 0.
     """
 
     id: SnapshotId
@@ -36,6 +37,7 @@ class SaveJob:
     ownership: str
     metrics: dict[str, Any] | None
     time: float | None
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

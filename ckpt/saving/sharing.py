@@ -15,7 +15,7 @@ from ckpt.format.ownership import Ownership, decode_table, encode_table, share_o
 from ckpt.format.shards import Shard
 from ckpt.leaves import Flat, LiveShard
 from ckpt.ranks import Ranks
-from ckpt.saving.checksums import buffers_hash, checksum
+from ckpt.saving.checksums import buffers_hash, checksums
 
 
 class Sharing:
@@ -26,6 +26,7 @@ class Sharing:
         self._chunk = chunk
         self._table: tuple[Shard, ...] | None = None
         self._seen: tuple[LiveShard, ...] | None = None
+        # Only grows, and only by gathers that all ranks share: a rank must never decide alone what differs.
         self._differing: frozenset[str] = frozenset()
         self.ownership: Ownership | None = None
         self.layout: Layout | None = None
@@ -49,13 +50,14 @@ class Sharing:
             LayoutMismatch: on every rank: the tables do not describe one state.
         """
         table = tuple(live.shard for live in flat.shards)
-        if self._table != table:
-            self._differing = frozenset()
         if self._ranks.world_size > 1:
             self._find_differing(flat)
         self._table, self._seen = table, flat.shards
-        marked = encode_table([live.shard for live in self.marked(flat).shards])
-        tables = [decode_table(data) for data in self._ranks.gather(marked)]
+        marked = tuple(live.shard for live in self.marked(flat).shards)
+        if self._ranks.world_size == 1:
+            tables = [marked]
+        else:
+            tables = [decode_table(data) for data in self._ranks.gather(encode_table(marked))]
         self.ownership = share_out(tables, self._chunk)
         self.layout = lay_out(self.ownership.owned[self._ranks.rank], self._chunk)
         return self.layout
@@ -76,13 +78,15 @@ class Sharing:
         """``"<leaf> <box>"`` → checksum of every parameter and optimizer tensor this rank holds a replica of."""
         assert self.ownership is not None, "agree() comes first"
         replicated = set(self.ownership.replicated)
-        return {
-            f"{live.shard.leaf.path} {live.shard.box}": checksum(live.tensor)
+        compared = [
+            live
             for live in flat.shards
             if (live.shard.leaf.path, live.shard.box) in replicated
             and not live.shard.per_rank
             and live.shard.leaf.cls != "buffer"
-        }
+        ]
+        names = (f"{live.shard.leaf.path} {live.shard.box}" for live in compared)
+        return dict(zip(names, checksums([live.tensor for live in compared]), strict=True))
 
     def _find_differing(self, flat: Flat) -> None:
         _, mine = buffers_hash(flat, skip=frozenset())

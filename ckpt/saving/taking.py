@@ -22,6 +22,7 @@ class Taken:
     data: Bytes
     ownership: str
     replicas: dict[str, str]
+    others: tuple[int, ...]
 
 
 class Taking:
@@ -40,6 +41,9 @@ class Taking:
         layout = self.sharing.agree(flat)
         self._capturer = Capturer(layout)
         self._saves_since_check = None
+        if self._slots is None:
+            # Made now, not at the copy: their pages are touched while the rest of the save is prepared.
+            self._slots = Slots(layout.nbytes)
         return layout
 
     def take(self, flat: Flat, reference: Reference | None, *, step: int) -> Taken:
@@ -49,13 +53,14 @@ class Taking:
             SaveFailed: no memory for the buffers, or the copy failed.
         """
         layout, ownership = self.sharing.layout, self.sharing.ownership
-        assert layout is not None and ownership is not None and self._capturer is not None, "agree() comes first"
+        assert (
+            layout is not None and ownership is not None and self._capturer is not None and self._slots is not None
+        ), "agree() first"
         try:
-            if self._slots is None:
-                self._slots = Slots(layout.nbytes)
             slot = self._slots.free(None if reference is None else reference.data, layout.nbytes)
             self._capturer.take(self.sharing.marked(flat), slot)
-            return Taken(layout, slot[: layout.nbytes], ownership.digest, self._checksums(flat))
+            others = ownership.others[self._ranks.rank]
+            return Taken(layout, slot[: layout.nbytes], ownership.digest, self._checksums(flat), others)
         except Exception as error:
             text = f"step {step}: copying {layout.nbytes} bytes out of the training process failed: {error!r}"
             raise SaveFailed(text, step=step, stage="capture") from error

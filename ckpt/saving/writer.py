@@ -299,6 +299,7 @@ class Writer:
             aliases=job.aliases,
             replicas=job.replicas,
             values=job.values,
+            others=job.others,
         )
 
     def _look_again(self) -> None:
