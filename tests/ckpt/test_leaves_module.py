@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from ckpt.errors import LayoutMismatch, UnsupportedState
-from ckpt.leaves import Flattener, PerRank
+from ckpt.leaves import Flattener, PerRank, plan_restore
 from tests.support.roundtrip import content, put, raw, take
 
 
@@ -231,7 +232,6 @@ def test_a_tied_model_takes_an_untied_snapshot_only_if_both_names_have_the_same_
 
 def test_comparisons_of_tied_names_come_first_in_what_is_wanted() -> None:
     """H5"""
-    from ckpt.leaves import plan_restore
 
     class Late(nn.Module):
         def __init__(self, tied: bool) -> None:
@@ -291,8 +291,6 @@ def test_every_difference_is_listed_and_nothing_is_written() -> None:
 def test_only_some_of_the_tracked_names_can_be_restored() -> None:
     net = Tied()
     snapshot = take({"model": net, "optimizer": trained(net), "step": 3, "model2": torch.ones(1)})
-    from ckpt.leaves import plan_restore
-
     other = Tied()
     restoration = plan_restore({"model": other}, snapshot.stored.only(["model"]))
     for shard in restoration.wanted:
@@ -302,10 +300,6 @@ def test_only_some_of_the_tracked_names_can_be_restored() -> None:
 
 
 def test_a_per_rank_buffer_of_the_snapshot_is_asked_for_as_this_ranks_own() -> None:
-    from dataclasses import replace
-
-    from ckpt.leaves import plan_restore
-
     net = nn.BatchNorm1d(2)
     stored = replace(take({"model": net}).stored, per_rank=frozenset({"model.running_mean"}))
     wanted = {s.leaf.path: s.per_rank for s in plan_restore({"model": net}, stored).wanted}

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt.errors import LayoutMismatch, UnsupportedState
 from ckpt.format.shards import DTYPES
-from ckpt.leaves import Flattener, PerRank
+from ckpt.leaves import Flattener, PerRank, plan_restore
 from tests.support.roundtrip import put, raw, take
 
 
@@ -195,8 +195,6 @@ def test_a_per_rank_tensor_is_marked_so_and_restored_from_its_own() -> None:
 
 
 def test_installing_from_a_buffer_at_an_odd_offset_works() -> None:
-    from ckpt.leaves import plan_restore
-
     saved = torch.rand(5)
     snapshot = take({"x": saved})
     target = torch.zeros(5)

@@ -289,3 +289,21 @@ def test_tensors_in_a_tree_are_leaves_and_the_tree_refers_to_them() -> None:
     flat = Flattener({"x": {"a": [torch.ones(1)], 3: np.ones(2), "n": (1,)}}).flatten()
     assert flat.values["x"] == {"a": [Ref("x.a[0]")], 3: Ref("x[3]"), "n": (1,)}
     assert [(s.shard.leaf.path, s.shard.leaf.cls) for s in flat.shards] == [("x.a[0]", "tensor"), ("x[3]", "array")]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_goes_on_with_the_batches_that_were_left_and_its_tensors_are_each_ranks_own() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        return StatefulDataLoader(
+            list(range(12)), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+
+    saved, fresh = loader(), loader()
+    rest = iter(saved)
+    next(rest), next(rest)
+    snapshot = take({"loader": saved})
+    assert all(shard.per_rank for shard in snapshot.data)
+    put({"loader": fresh}, snapshot)
+    assert [b.tolist() for b in fresh] == [b.tolist() for b in rest]
