@@ -52,7 +52,6 @@ class Sharing:
         table = tuple(live.shard for live in flat.shards)
         if self._ranks.world_size > 1:
             self._find_differing(flat)
-        self._table, self._seen = table, flat.shards
         marked = tuple(live.shard for live in self.marked(flat).shards)
         if self._ranks.world_size == 1:
             tables = [marked]
@@ -60,6 +59,8 @@ class Sharing:
             tables = [decode_table(data) for data in self._ranks.gather(encode_table(marked))]
         self.ownership = share_out(tables, self._chunk)
         self.layout = lay_out(self.ownership.owned[self._ranks.rank], self._chunk)
+        # Last: where the tables do not fit together, all ranks raise, and the next save asks again.
+        self._table, self._seen = table, flat.shards
         return self.layout
 
     def marked(self, flat: Flat) -> Flat:
