@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnsupportedState,
     )
-    from ckpt.history.retention import Keep
+    from ckpt.history.plan import Keep
     from ckpt.leaves import PerRank
     from ckpt.loop import Run, checkpointed
     from ckpt.options import Options
@@ -42,7 +42,7 @@ _HOMES = {
     "DamagedError": "ckpt.errors",
     "FormatTooNew": "ckpt.errors",
     "HistoryExists": "ckpt.errors",
-    "Keep": "ckpt.history.retention",
+    "Keep": "ckpt.history.plan",
     "LayoutMismatch": "ckpt.errors",
     "NoSnapshot": "ckpt.errors",
     "NotFound": "ckpt.errors",

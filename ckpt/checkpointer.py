@@ -155,6 +155,7 @@ class Checkpointer:
         if restored is None:
             self._tenure.open(None)
             self._start = 0
+            self._position.resume(None)
             return 0
         self.restored = restored
         self._start = restored.step
@@ -404,6 +405,7 @@ class Checkpointer:
         # A run whose last save still hangs is not marked as ended: its put may land yet.
         self._tenure.close(ended=done)
         self._stopper.restore()
+        self._position.close()
         self._ranks.close()
         if not done and ticket is not None:
             raise SaveFailed(
