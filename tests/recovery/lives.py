@@ -9,7 +9,7 @@ from ckpt.format import values
 from ckpt.format.names import SnapshotId
 from ckpt.leaves import Flattener
 from storage_backends.base import Store
-from tests.support.stores import DirectWriter, Raw, State
+from tests.support.stores import DirectWriter, Raw, Split, State, by_rows
 from tests.support.training import Training, raw
 
 
@@ -34,12 +34,13 @@ def train_and_store(
     *,
     ranks: int = 1,
     own: Callable[[int], Mapping[str, object]] = lambda rank: {"$random": [rank]},
+    split: Split = by_rows,
 ) -> tuple[dict[int, dict[str, bytes]], list[SnapshotId]]:
-    """Train and store at these steps (ascending). Every rank has the same state, split by rows over all of them, and
+    """Train and store at these steps (ascending). Every rank has the same state, which all of them store together, and
     its own further values. Returns step → the bytes then, and the snapshots."""
     training = Training()
     training.train(0)
-    writer = DirectWriter(store, ranks=ranks, chunk=4096, classes=classes(training.state))
+    writer = DirectWriter(store, ranks=ranks, chunk=4096, split=split, classes=classes(training.state))
     writer.begin()
     then, ids, at = {}, [], 1
     for step in steps:

@@ -30,7 +30,7 @@ from storage_backends.memory import MemoryStore
 from tests.recovery.lives import train_and_store
 from tests.support.faulty import FaultyStore
 from tests.support.peers import on_ranks
-from tests.support.stores import Each, flipped, make_store
+from tests.support.stores import Each, Split, by_name, by_rows, flipped, make_store
 from tests.support.training import Training
 
 
@@ -323,9 +323,11 @@ def _on(store: Store, ranks: int, step: int | None = None, **settings: Any) -> t
     return results, trainings
 
 
-def test_three_ranks_restore_together_and_each_has_its_own_values() -> None:
+@pytest.mark.parametrize("split", [by_rows, by_name])
+def test_three_ranks_restore_together_and_each_has_its_own_values(split: Split) -> None:
+    """Optimizer state that only another rank stored is not taken for state that does not exist."""
     store = MemoryStore()
-    then, ids = train_and_store(store, [2, 5], ranks=3)
+    then, ids = train_and_store(store, [2, 5], ranks=3, split=split)
     counted = FaultyStore(store)
     results, trainings = _on(counted, 3)
     for rank, (restored, training) in enumerate(zip(results, trainings, strict=True)):
@@ -335,6 +337,23 @@ def test_three_ranks_restore_together_and_each_has_its_own_values() -> None:
         assert training.bytes() == then[5]
     parts = [key for verb, key in counted.calls if verb == "get" and key.startswith(PARTS)]
     assert sorted(parts) == [PartName(ids[-1], rank).key for rank in range(3)], "each part is read by one rank only"
+
+
+def test_a_rank_whose_own_part_is_enough_gets_no_other_part() -> None:
+    """K2."""
+    store = MemoryStore()
+    each = Each(tuple(np.full(2000, rank, np.float32) for rank in range(3)))
+    make_store(store, [{"own": each}], ranks=3, replicated=False)
+    counted = [FaultyStore(store) for _ in range(3)]
+    states = [{"own": np.zeros(2000, np.float32)} for _ in range(3)]
+    results = on_ranks(3, lambda peer: _restore(counted[peer.rank], states[peer.rank], peer))
+    for rank, restored in enumerate(results):
+        assert isinstance(restored, Restored)
+        assert "peers" not in restored.bytes
+        assert states[rank]["own"].tolist() == [rank] * 2000
+        packs = {key for verb, key in counted[rank].calls if key.startswith(PACKS)}
+        assert restored.part is not None
+        assert packs == {key for key, _ in restored.part.packs}
 
 
 def test_what_only_one_rank_reads_and_finds_damaged_all_ranks_pass_over() -> None:

@@ -92,7 +92,8 @@ class _Rank:
 
 @dataclass
 class DirectWriter:
-    """Writes steps of one run, one after the other."""
+    """Writes steps of one run, one after the other. `replicated`: every rank held all of the state, and needs all
+    parts to come back; else each held what its own part says."""
 
     store: Store
     run: RunId = RUN
@@ -102,6 +103,7 @@ class DirectWriter:
     deltas: bool = True
     blobs_per_pack: int = 64
     classes: Mapping[str, str] = field(default_factory=dict)
+    replicated: bool = True
     last: SnapshotId | None = None
     _held: dict[int, _Rank] = field(default_factory=dict)
     _codec: Codec = field(default_factory=Codec)
@@ -134,9 +136,11 @@ class DirectWriter:
             layout = lay_out(shards, self.chunk)
             data = self._fill(layout, state, rank)
             table, sizes, by_kind = self._encode(id_, rank, layout, data)
+            others = tuple(r for r in range(self.ranks) if r != rank) if self.replicated else ()
             head = PartHead(
                 self.run, step, self.ranks, rank, digest128(b"ownership"), self.last, 1e9 if rank == 0 else None,
                 {"loss": 1.5} if rank == 0 else None, by_kind, aliases or {}, {}, (values or [{}] * self.ranks)[rank],
+                others=others,
             )  # fmt: skip
             part = write_part(head, layout, table, sizes, lambda: None)
             key = PartName(id_, rank).key
@@ -234,6 +238,12 @@ class DirectWriter:
 
 def _place(piece: Piece) -> tuple[object, ...]:
     return piece.name, piece.cls, piece.dtype, piece.box, piece.stop - piece.start
+
+
+def by_name(leaf: Leaf, ranks: int) -> list[list[Box]]:
+    """Every leaf whole on one rank: as small replicated leaves are dealt out."""
+    owner = sum(leaf.path.encode()) % ranks
+    return [[whole(leaf.shape)] if rank == owner else [] for rank in range(ranks)]
 
 
 def cut(value: Array | Raw | Each, box: Box, rank: int = 0) -> bytes:
