@@ -219,20 +219,6 @@ def test_objects_without_a_state_of_their_own_are_refused_with_a_remedy(value: A
     assert refused.value.leaf == "thing"
 
 
-@pytest.mark.parametrize(
-    "home", ["deepspeed.runtime.zero.stage3", "megatron.core.optimizer", "apex.contrib.optimizers"]
-)
-def test_optimizers_with_flat_copies_of_their_own_are_refused(home: str) -> None:
-    class Distributed(torch.optim.SGD):
-        pass
-
-    Distributed.__module__ = home
-    net = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedState, match="flat copies") as refused:
-        take({"model": net, "optimizer": Distributed(net.parameters(), lr=0.1)})
-    assert refused.value.leaf == "optimizer"
-
-
 def test_a_loop_in_a_tree_is_refused_rather_than_walked_for_ever() -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)
