@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from ckpt import exits
 from ckpt.ballot import Ballot, Tally
 from ckpt.data import Position
-from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
 from ckpt.format.manifest import table_of
 from ckpt.format.names import SnapshotId
@@ -276,10 +276,13 @@ class Checkpointer:
 
     def _prepare(self, metrics: Mapping[str, Any] | None) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
         flat = self._flattener.flatten()
-        encoded = {name: values.encode(value, name) for name, value in flat.values.items()}
-        encoded["$random"] = values.encode(random_states(), "$random")
+        plain = {**flat.values, "$random": random_states()}
         if (position := self._position.record()) is not None:
-            encoded["$data"] = values.encode(position, "$data")
+            plain["$data"] = position
+        try:
+            encoded = {name: values.encode(value, name) for name, value in plain.items()}
+        except values.UnsupportedValue as error:
+            raise UnsupportedState(str(error), leaf=error.path) from None
         return flat, encoded, plain_metrics(metrics) if self._ranks.rank == 0 else None
 
     def _vote(self, step: int, flat: Flat | None) -> Tally:
