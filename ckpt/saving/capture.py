@@ -231,6 +231,8 @@ def _flavour(view: torch.Tensor) -> tuple[bool, torch.dtype, torch.device]:
 
 
 def _inside(part: Shard, live: Shard) -> bool:
+    if part is live:
+        return True
     if part.leaf != live.leaf or part.per_rank != live.per_rank:
         return False
     a, b = part.box, live.box
