@@ -73,7 +73,13 @@ class _Objects:
         return [e for group in (self.documents, self.parts, self.packs) for e in group.get(id_, ())]
 
 
-def decide(history: History, order: Order, unfinished: Iterable[PruneDoc], now: float | None) -> Decision:
+def decide(
+    history: History,
+    order: Order,
+    unfinished: Iterable[PruneDoc],
+    now: float | None,
+    only: Collection[SnapshotId] | None = None,
+) -> Decision:
     """What of `history` (read with ``packs=True``) goes.
 
     Args:
@@ -81,6 +87,8 @@ def decide(history: History, order: Order, unfinished: Iterable[PruneDoc], now: 
         order: what was asked for.
         unfinished: announcements of earlier prunes, which are finished unless something protects what they name.
         now: POSIX seconds by the store's own clock, or an estimate of it; None: the store has no clock.
+        only: the snapshots that may go at most (those announced), None: any. What stays for this reason needs its
+            packs, even if it would go in a plan made now.
     """
     unreadable = [
         p
@@ -97,6 +105,8 @@ def decide(history: History, order: Order, unfinished: Iterable[PruneDoc], now: 
     clock = _Clock(now, order.grace)
     unfinished = tuple(unfinished)
     kept, notes = _kept(history, order, objects, clock, unfinished)
+    if only is not None:
+        kept |= {id_: "not announced" for id_ in history.snapshots if id_ not in only and id_ not in kept}
     gone = frozenset(history.snapshots) - kept.keys()
     gone |= {id_ for id_ in order.remove if id_ in objects.documents and id_ not in kept}
 

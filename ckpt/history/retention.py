@@ -165,7 +165,7 @@ def execute(
         announced, _ = _announcements(store, threads, but=own)
         written = {e.key: e.mtime for e in store.list(PRUNES)}
         now = written.get(own)  # our own object tells the store's time
-        again = decide(history, plan.order, announced.values(), now)
+        again = decide(history, plan.order, announced.values(), now, only=plan.snapshots)
         if not _stands(store, without_announced(history, announced.values())):
             again = Decision()
     except BaseException:

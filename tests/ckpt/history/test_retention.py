@@ -424,6 +424,53 @@ def test_a_commit_between_the_plan_and_the_second_look_keeps_the_packs_it_names(
     assert all(whole(store, s) for s in read_history(store).snapshots.values())
 
 
+def test_a_commit_of_an_abandoned_line_in_between_keeps_its_packs_though_a_new_plan_would_take_it() -> None:
+    """Found by the model: both looks would release the pack, each for another reason."""
+
+    def commits(store: Store) -> None:
+        base = read_history(store).snapshots[SnapshotId(RUN, 10)]
+        put_step(store, SnapshotId(RUN, 15), reference=SnapshotId(RUN, 10), leans=[base])
+
+    store, pruned, _ = race(commits)
+    assert pruned.snapshots == tuple(at(10, 20))
+    assert set(read_history(store).snapshots) == set(at(15, 30))
+    assert all(whole(store, s) for s in read_history(store).snapshots.values())
+
+
+def test_a_snapshot_that_another_prune_took_for_a_leftover_is_not_relied_upon(world: World) -> None:
+    """It was committed after that prune's second look, and loses its parts any moment."""
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20])
+    put_keyframes(world.store, RUN, [30])
+    other = PruneDoc(1, (str(SnapshotId(RUN, 30)),), (PartName(SnapshotId(RUN, 30), 0).key,))
+    world.store.put(prune_key("aa"), seal(other))
+    plan = world.plan(Keep(last=1))
+    assert list(plan.snapshots) == at(10)
+    assert plan.protected[SnapshotId(RUN, 20)] == "the newest snapshot"
+    assert SnapshotId(RUN, 30) in plan.protected
+
+
+def test_nothing_goes_if_the_newest_snapshot_loses_its_parts_while_it_is_looked_at() -> None:
+    """Another prune announced them, missed a late commit, removed them and is gone again, all between two listings."""
+    lost = SnapshotId(RUN, 30)
+
+    class Swept(MemoryStore):
+        armed = False
+
+        def list(self, prefix: str) -> Sequence[Entry]:
+            if prefix == "prunes/" and self.armed:
+                self.delete([PartName(lost, 0).key])
+            return super().list(prefix)
+
+    store = Swept()
+    put_run(store, RUN)
+    put_keyframes(store, RUN, [10, 20, 30])
+    plan = plan_prune(store, Keep(last=1), grace=GRACE)
+    store.armed = True
+    assert execute(plan, store, clock=FakeClock()).keys == ()
+    assert set(read_history(store).snapshots) == set(at(10, 20))
+
+
 def test_whoever_claims_after_the_announcement_finds_it() -> None:
     seen: list[bool] = []
     _, _, plan = race(lambda s: seen.extend(claimed_by_prune(s, SnapshotId(RUN, step)) for step in (10, 20, 30)))
