@@ -47,7 +47,7 @@ class Leaf:
 @dataclass(frozen=True)
 class Loaded:
     """One snapshot. `per_rank`, `values` and `aliases`: one entry per rank. `forms` counts the blobs read: "0" … "4" by
-    kind, "5.1" … "5.64" sparse ones by form."""
+    kind, "5.1" … "5.64" sparse ones by form; and "of": the chunks cut out of larger ones."""
 
     id: str
     reference: str | None
@@ -177,8 +177,11 @@ class SecondReader:
 
     def load(self, name: str | None = None) -> Loaded:
         """The snapshot of this id, or the newest of the live line."""
-        name = name or self.live()[0]
-        document = self.snapshots()[name]
+        name = name or next(iter(self.live()), "the newest")
+        snapshots = self.snapshots()
+        if name not in snapshots:
+            raise Damaged(f"{name}: no revision of it can be read")
+        document = snapshots[name]
         if len(document["parts"]) != document["world_size"]:
             raise Damaged(f"{name} has {len(document['parts'])} parts of {document['world_size']}")
         parts = [self.part(document, rank) for rank in range(document["world_size"])]
@@ -269,6 +272,7 @@ class SecondReader:
         if whole != own:  # what is cut out has the digest, not what was decoded: the page did not say so at first
             inside = tuple(slice(o - w, o - w + n) for o, w, n in zip(own[0], whole[0], own[1], strict=True))
             data = as_grid(data, whole[1], size)[inside].tobytes()
+            forms["of"] += 1
         if xxhash.xxh3_128_hexdigest(data, seed) != digest:
             raise Damaged(f"a chunk of {dtype} is not the one that was stored")
         return data
