@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import exits
-from ckpt.ballot import Ballot, Tally
+from ckpt.ballot import Ballot, Call, Tally
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
-from ckpt.format.manifest import table_of
 from ckpt.format.names import SnapshotId
+from ckpt.format.relayout import old_boxes, stored_already
 from ckpt.history.clock import SystemClock
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
@@ -31,13 +31,15 @@ from ckpt.options import Options, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import random_states, set_random_states
-from ckpt.ranks import Pending, open_ranks, torchrun_job
+from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.saving.job import Failed, Reference, Report, SaveJob
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
 from ckpt.tenure import Tenure
 from ckpt.ticket import Ticket
+from ckpt.voting import Voting
+from recovery.agree import together
 from recovery.report import Restored
 from recovery.restore import restore as restore_state
 from storage_backends import open_store
@@ -114,8 +116,7 @@ class Checkpointer:
                 self._store, self._clock, keep, grace=seconds(opt.grace), listing_lag=seconds(opt.listing_lag)
             )
         self._stopper = Stopping()
-        self._stop_agreed = False
-        self._pending: Pending | None = None
+        self._voting = Voting(self._ranks, self._stopper)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
         self._start = 0
         self._closed = False
@@ -141,7 +142,8 @@ class Checkpointer:
         """
         self._check_open()
         self._writer.wait(None)
-        self._drain_vote()
+        self._voting.read()
+        self._voting.open(Ballot(Call.RESTORE, stop=self._stopper.asked)).check(0)
         with waiting(f"restoring from {self._store.url}"):
             restored = restore_state(
                 self._store,
@@ -157,12 +159,8 @@ class Checkpointer:
             self._start = 0
             self._position.resume(None)
             return 0
-        self.restored = restored
-        self._start = restored.step
-        random = restored.values.get("$random")
-        self._position.resume(restored.values.get("$data"), random=random)
-        if random is not None:
-            set_random_states(random)
+        # What fails on one rank must not leave the others waiting for it in the gather that `_adopt` begins with.
+        together(self._ranks, lambda: self._resume(restored))
         self._adopt(restored)
         log.info("%s", restored)
         return restored.step
@@ -184,7 +182,7 @@ class Checkpointer:
     @property
     def stopping(self) -> bool:
         """Whether all ranks agreed to stop (SIGTERM reached one of them): finish the step and leave."""
-        return self._stop_agreed
+        return self._voting.stop
 
     @property
     def stats(self) -> Stats:
@@ -202,13 +200,12 @@ class Checkpointer:
         self._check_open()
         began = time.perf_counter()
         due = self._every is not None and step % self._every == 0
-        stop_now = self._read_stop_vote() and not self._stop_agreed
-        self._stop_agreed |= stop_now
+        before = self._voting.stop
+        self._voting.read()
         ticket = None
-        if due or stop_now:
+        if due or self._voting.stop != before:
             ticket = self._save(step, metrics)
-        if self._ranks.world_size > 1 and not self._stop_agreed:
-            self._pending = self._ranks.vote_async([int(self._stopper.asked)])
+        self._voting.begin(step)
         self._outcomes.count(seconds=time.perf_counter() - began)
         return ticket
 
@@ -229,41 +226,30 @@ class Checkpointer:
         """
         self._check_open()
         began = time.perf_counter()
-        self._drain_vote()
+        self._voting.read()
         try:
             return self._save(step, metrics)
         finally:
             self._outcomes.count(seconds=time.perf_counter() - began)
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
-            raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
         prepared: tuple[Flat, dict[str, bytes], dict[str, Any] | None] | None = None
         refusal: Exception | None = None
         try:
-            prepared = self._prepare(metrics)
+            prepared = self._prepare(step, metrics)
         except Exception as error:
             refusal = error
         tally = self._vote(step, prepared[0] if prepared else None)
         if refusal is not None:
             raise refusal
-        if tally.refused is not None:
-            raise SaveFailed(
-                f"step {step}: rank {tally.refused} could not capture its state; its own error says why",
-                step=step,
-                stage="capture",
-            )
-        if tally.steps[0] != tally.steps[1]:
-            raise CheckpointError(
-                f"ranks save different steps, from {tally.steps[0]} to {tally.steps[1]}; call save() and step() with "
-                "the same step on every rank"
-            )
+        tally.check(step)
         assert prepared is not None
         last = self._outcomes.last
         if tally.again and not tally.renew and last is not None:
             return last
         self._tell(tally.failed)
-        if tally.busy and self._when_busy == "skip":
+        # The last save of a job that was asked to stop is not left out.
+        if tally.busy and self._when_busy == "skip" and not self._voting.stop:
             return self._outcomes.skip(step)
         self._writer.wait(None)
         if self._ranks.world_size == 1:
@@ -274,7 +260,11 @@ class Checkpointer:
         flat, encoded, numbers = prepared
         return self._submit(step, flat, encoded, numbers, tally)
 
-    def _prepare(self, metrics: Mapping[str, Any] | None) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
+    def _prepare(
+        self, step: int, metrics: Mapping[str, Any] | None
+    ) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
         flat = self._flattener.flatten()
         plain = {**flat.values, "$random": random_states()}
         if (position := self._position.record()) is not None:
@@ -286,21 +276,21 @@ class Checkpointer:
         return flat, encoded, plain_metrics(metrics) if self._ranks.rank == 0 else None
 
     def _vote(self, step: int, flat: Flat | None) -> Tally:
+        if flat is None:
+            return self._voting.open(Ballot(Call.SAVE, refused=True, stop=self._stopper.asked))
         last, failed = self._outcomes.last, self._outcomes.failed
         ballot = Ballot(
+            Call.SAVE,
             step,
-            layout_changed=flat is not None and self._taking.sharing.changed(flat),
-            buffers=0 if flat is None else self._taking.sharing.buffers(flat),
+            layout_changed=self._taking.sharing.changed(flat),
+            buffers=self._taking.sharing.buffers(flat),
             failed=None if failed is None else failed[0],
-            refused=flat is None,
             stop=self._stopper.asked,
             busy=self._writer.busy,
             renew=self._renewal(step),
             again=last is not None and last.step == step and last.error is None,
         )
-        tally = Tally.count(self._ranks.vote(ballot.cast(self._ranks.rank)))
-        self._stop_agreed |= tally.stop
-        return tally
+        return self._voting.open(ballot)
 
     def _renewal(self, step: int) -> bool:
         """Whether `step` cannot be a step of the open run: there is none, or it is not above the last one."""
@@ -358,29 +348,32 @@ class Checkpointer:
         if self._sweeper is not None:
             self._sweeper.nudge()
 
+    def _resume(self, restored: Restored) -> None:
+        """Data position and random states."""
+        self.restored, self._start = restored, restored.step
+        random = restored.values.get("$random")
+        self._position.resume(restored.values.get("$data"), random=random)
+        if random is not None:
+            set_random_states(random)
+        self._flattener.flatten()  # what it refuses is refused here
+
     def _adopt(self, restored: Restored) -> None:
-        """Make the restored state the reference of the next diff, where this rank stores the same shards as then."""
-        flat = self._flattener.flatten()
-        layout = self._taking.agree(flat)
-        taken = self._taking.take(flat, None, step=restored.step)
-        table = None if restored.part is None else table_of(restored.part, layout)
-        if restored.part is None or table is None:
-            self._writer.adopt(None)
+        """Make the restored state the reference of the next diff, in the layout this job has now."""
+        flat, parts = self._flattener.flatten(), restored.parts
+        # Buffers that were per rank stay so: being equal by chance now must not make the next save a full one.
+        differing = {row.leaf for part in parts.values() for row in part.shards if row.per_rank and row.cls == "buffer"}
+        layout = self._taking.agree(flat, differing=differing, old=old_boxes(parts.values()))
+        self._writer.adopt(None)
+        try:
+            taken = self._taking.take(flat, None, step=restored.step, save=False)
+        except SaveFailed as error:  # the state is restored all the same; the next save is full, or fails and says so
+            log.warning("after restoring: %s", error)
             return
-        packs = dict(restored.part.packs)
-        self._writer.adopt(Reference(restored.id, layout, taken.data, table, packs))
+        stored = stored_already(parts, restored.rank, layout, taken.data)
+        if stored.table:
+            self._writer.adopt(Reference(restored.id, stored.layout, taken.data, stored.table, stored.packs))
 
-    # --- stopping and closing ---
-
-    def _read_stop_vote(self) -> bool:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            return bool(pending.result()[0])
-        return self._ranks.world_size == 1 and self._stopper.asked
-
-    def _drain_vote(self) -> None:
-        if self._read_stop_vote():
-            self._stop_agreed = True
+    # --- waiting and closing ---
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save in flight. Raises what failed, or `TimeoutError`."""

@@ -73,12 +73,12 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[str]:
     return [f"{weighted & _MASK:016x}{plain & _MASK:016x}" for plain, weighted in sums]
 
 
-def buffers_hash(flat: Flat, skip: Collection[str]) -> tuple[int, dict[str, int]]:
-    """Hashes of the module buffers that every rank holds whole, to find those that differ between ranks (BatchNorm).
+def buffers_hash(flat: Flat, only: Collection[str] | None = None) -> tuple[int, dict[str, int]]:
+    """Hashes of the module buffers that this rank holds whole, to find those that differ between ranks (BatchNorm).
 
     Args:
         flat: the state.
-        skip: paths left out (known to differ, so stored per rank).
+        only: paths to look at; None: all.
 
     Returns:
         One 63-bit hash of them all (0 if there is none), and the 63-bit hash of each by path.
@@ -88,7 +88,7 @@ def buffers_hash(flat: Flat, skip: Collection[str]) -> tuple[int, dict[str, int]
         for live in flat.shards
         if live.shard.leaf.cls == "buffer"
         and not live.shard.per_rank
-        and live.shard.leaf.path not in skip
+        and (only is None or live.shard.leaf.path in only)
         and live.shard.box == whole(live.shard.leaf.shape)
     }
     far = [path for path, tensor in held.items() if tensor.device.type != "cpu"]

@@ -6,16 +6,25 @@ ranks no longer are (BatchNorm under DDP): such a buffer is a per-rank leaf from
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.ownership import Ownership, decode_table, encode_table, share_out
-from ckpt.format.shards import Shard
+from ckpt.format.relayout import cut_along
+from ckpt.format.shards import Box, Leaf, Shard
 from ckpt.leaves import Flat, LiveShard
 from ckpt.ranks import Ranks
 from ckpt.saving.checksums import buffers_hash, checksums
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of itself: its shards, and the hash of each buffer that others may hold too."""
+
+    table: bytes
+    buffers: dict[str, int]
 
 
 class Sharing:
@@ -26,8 +35,10 @@ class Sharing:
         self._chunk = chunk
         self._table: tuple[Shard, ...] | None = None
         self._seen: tuple[LiveShard, ...] | None = None
-        # Only grows, and only by gathers that all ranks share: a rank must never decide alone what differs.
+        # Only grows, and only by what all ranks know: a rank must never decide alone what differs.
         self._differing: frozenset[str] = frozenset()
+        self._everywhere: frozenset[str] = frozenset()
+        self._old: Mapping[Leaf, Sequence[Box]] = {}
         self.ownership: Ownership | None = None
         self.layout: Layout | None = None
 
@@ -39,26 +50,37 @@ class Sharing:
 
     def buffers(self, flat: Flat) -> int:
         """63-bit hash of the buffers held to be equal on all ranks; 0 where nobody could differ."""
-        if self._ranks.world_size == 1:
+        if not self._everywhere:
             return 0
-        return buffers_hash(flat, skip=self._differing)[0]
+        return buffers_hash(flat, only=self._everywhere)[0]
 
-    def agree(self, flat: Flat) -> Layout:
+    def agree(
+        self, flat: Flat, *, differing: Collection[str] = (), old: Mapping[Leaf, Sequence[Box]] | None = None
+    ) -> Layout:
         """Gather every rank's table and buffers, and share the state out. Collective.
+
+        Args:
+            differing: buffers that are per-rank leaves however equal they are now; each rank says its own.
+            old: after a restore, the boxes in which the snapshot holds each leaf: what is stored is cut along their
+                edges from now on, so that unchanged state is not stored again.
 
         Raises:
             LayoutMismatch: on every rank: the tables do not describe one state.
         """
         table = tuple(live.shard for live in flat.shards)
-        if self._ranks.world_size > 1:
-            self._find_differing(flat)
-        marked = tuple(live.shard for live in self.marked(flat).shards)
         if self._ranks.world_size == 1:
-            tables = [marked]
+            tables: Sequence[Sequence[Shard]] = [table]
         else:
-            tables = [decode_table(data) for data in self._ranks.gather(encode_table(marked))]
+            mine = buffers_hash(flat)[1] | dict.fromkeys(differing, -1 - self._ranks.rank)
+            word = msgspec.msgpack.encode(_Word(encode_table(table), mine))
+            words = [msgspec.msgpack.decode(data, type=_Word) for data in self._ranks.gather(word)]
+            self._compare([word.buffers for word in words])
+            tables = self._all_marked([word.table for word in words])
         self.ownership = share_out(tables, self._chunk)
-        self.layout = lay_out(self.ownership.owned[self._ranks.rank], self._chunk)
+        if old is not None:
+            self._old = old
+        # Each rank cuts its own shards only, after the ownership: nobody needs to know where another one cuts.
+        self.layout = lay_out(cut_along(self.ownership.owned[self._ranks.rank], self._old), self._chunk)
         # Last: where the tables do not fit together, all ranks raise, and the next save asks again.
         self._table, self._seen = table, flat.shards
         return self.layout
@@ -67,12 +89,7 @@ class Sharing:
         """The state with buffers that differ between ranks declared per rank."""
         if not self._differing:
             return flat
-        shards = [
-            LiveShard(replace(live.shard, per_rank=True), live.tensor)
-            if live.shard.leaf.path in self._differing
-            else live
-            for live in flat.shards
-        ]
+        shards = [LiveShard(self._marked(live.shard), live.tensor) for live in flat.shards]
         return replace(flat, shards=tuple(sorted(shards, key=lambda live: live.shard)))
 
     def checksums(self, flat: Flat) -> dict[str, str]:
@@ -89,13 +106,27 @@ class Sharing:
         names = (f"{live.shard.leaf.path} {live.shard.box}" for live in compared)
         return dict(zip(names, checksums([live.tensor for live in compared]), strict=True))
 
-    def _find_differing(self, flat: Flat) -> None:
-        _, mine = buffers_hash(flat, skip=frozenset())
-        everyone = [
-            msgspec.json.decode(data, type=dict[str, int]) for data in self._ranks.gather(msgspec.json.encode(mine))
-        ]
-        values: dict[str, set[int]] = {}
+    def _compare(self, everyone: Sequence[Mapping[str, int]]) -> None:
+        """Find the buffers that differ. One that only some of the ranks hold (a pipeline stage that is replicated) is
+        per rank from the start: the single hash in the vote is of what all of them hold."""
+        values: dict[str, list[int]] = {}
         for hashes in everyone:
             for path, value in hashes.items():
-                values.setdefault(path, set()).add(value)
-        self._differing |= {path for path, found in values.items() if len(found) > 1}
+                values.setdefault(path, []).append(value)
+        alone = {path for path, found in values.items() if len(found) == 1 and found[0] >= 0}
+        equal = {path for path, found in values.items() if len(found) == len(everyone) and len(set(found)) == 1}
+        self._differing |= values.keys() - alone - equal
+        self._everywhere = frozenset(equal - self._differing)
+
+    def _all_marked(self, tables: Sequence[bytes]) -> list[tuple[Shard, ...]]:
+        # Equal tables stay one object: `share_out` sees by identity that everything is replicated.
+        known: dict[bytes, tuple[Shard, ...]] = {}
+        for data in tables:
+            if data not in known:
+                known[data] = tuple(map(self._marked, decode_table(data)))
+        return [known[data] for data in tables]
+
+    def _marked(self, shard: Shard) -> Shard:
+        if shard.leaf.path not in self._differing or shard.per_rank:
+            return shard
+        return replace(shard, per_rank=True)

@@ -21,7 +21,7 @@ FLOORS: list[list[str]] = [
     ["ckpt.loop"],
     ["ckpt.checkpointer"],
     ["recovery"],
-    ["ckpt.outcomes", "ckpt.tenure"],
+    ["ckpt.outcomes", "ckpt.tenure", "ckpt.voting"],
     ["ckpt.ticket"],
     ["ckpt.saving"],
     ["ckpt.data", "ckpt.loaders", "ckpt.random_states"],
@@ -49,6 +49,7 @@ TORCH = {
     "ckpt.loaders",
     "ckpt.random_states",
     "ckpt.ranks",
+    "ckpt.voting",
     "ckpt.leaves",
 }
 
