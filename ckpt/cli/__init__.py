@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import io
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import typer
 
@@ -18,10 +21,16 @@ VERBS = {
 }
 """Verb → the module whose `command` does it."""
 
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""Exit codes as a shell gives them to whom SIGINT or SIGPIPE ended."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code: 0 done, 1 damage found, 2 wrong usage, or a store that cannot be read."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows what it can
     # Only the verb that is asked for is loaded: `list` needs a fifth of what `verify` does.
     asked = [arguments[0]] if arguments and arguments[0] in VERBS else VERBS
     try:
@@ -31,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, StorageError, ValueError) as error:
         print(f"ckpt: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("ckpt: interrupted; what was done so far stays, and running it again goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:  # while loading
+        return INTERRUPTED
     return 0
 
 
@@ -51,5 +59,24 @@ def _app(verbs: Iterable[str]) -> typer.Typer:
         """Look after the checkpoints of a training run, on any fsspec store."""
 
     for verb in verbs:
-        app.command(verb)(importlib.import_module(VERBS[verb]).command)
+        app.command(verb)(_ended(importlib.import_module(VERBS[verb]).command))
     return app
+
+
+def _ended(command: Callable[..., None]) -> Callable[..., None]:
+    """The verb, with codes of its own for being ended from outside: typer's would be 1, which means damage."""
+
+    @functools.wraps(command)
+    def verb(*args: object, **options: object) -> None:
+        try:
+            command(*args, **options)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("ckpt: interrupted; what was done so far stays, and running it again goes on", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Nobody reads any more (`ckpt show … | head`). Python would flush once more at exit, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+
+    return verb

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, age_text, bytes_text, open_url, print_json, print_table, warn
+from ckpt.cli.screen import (
+    AsJson,
+    StorageOptions,
+    Url,
+    age_text,
+    bytes_text,
+    count,
+    cut,
+    metrics_text,
+    open_url,
+    pins_of,
+    print_json,
+    print_table,
+    warn,
+)
 from ckpt.format.codec import KINDS
 from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import History, read_history
+
+METRICS_WIDTH = 80
+"""Characters of metrics in a line; --json has all of them."""
 
 
 def command(
     url: Url,
     as_json: AsJson = False,
-    problems: Annotated[bool, typer.Option("--problems", help="Show what could not be read, and leftovers.")] = False,
+    problems: Annotated[bool, typer.Option("--problems", help="Name what could not be read, and debris.")] = False,
     storage_option: StorageOptions = None,
 ) -> None:
-    """List the snapshots of a store, oldest first.
+    """List the snapshots, oldest first.
+
+    gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
+    full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
+    newest snapshot. Where two have the same step, call one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
@@ -28,12 +48,9 @@ def command(
     if as_json:
         print_json(_document(history))
         return
-    pins: dict[Any, list[str]] = {}
-    for name, pinned in history.pins.items():
-        pins.setdefault(pinned, []).append(name)
     rows = []
     for id_, snapshot in sorted(history.snapshots.items()):
-        notes = [f"pin {name}" for name in sorted(pins.get(id_, []))]
+        notes = [f"pin {name}" for name in pins_of(history, id_)]
         if id_ in history.abandoned:
             notes.append("abandoned")
         rows.append(
@@ -44,23 +61,25 @@ def command(
                 bytes_text(snapshot.totals.stored),
                 bytes_text(snapshot.totals.size),
                 _kinds(snapshot),
-                _metrics(snapshot.metrics),
+                cut(metrics_text(snapshot.metrics), METRICS_WIDTH),
                 ", ".join(notes),
             ]
         )
     if rows:
         print_table(
-            ["step", "gen", "age", "stored", "full size", "kinds", "metrics", ""],
+            ["step", "gen", "age", "stored", "full size", "kinds", "metrics", "notes"],
             rows,
             right=frozenset({0, 1, 2, 3, 4}),
+            fold=frozenset({5, 6, 7}),
         )
     else:
         print(f"no snapshots on {store.url}")
     if history.problems and problems:
         for problem in history.problems:
-            warn(f"{problem.key}: {problem.text}")
+            warn(problem.text)
     elif history.problems:
-        warn(f"{len(history.problems)} objects skipped; 'ckpt list --problems' names them, 'ckpt verify' checks all")
+        skipped = count(len(history.problems), "object")
+        warn(f"{skipped} skipped; 'ckpt list --problems' says which and why, 'ckpt verify' checks everything")
 
 
 def _kinds(snapshot: Snapshot) -> str:
@@ -74,13 +93,6 @@ def _kinds(snapshot: Snapshot) -> str:
 def kind_name(number: str) -> str:
     """A codec kind's name; unknown numbers stay numbers (a newer version wrote them)."""
     return KINDS.get(int(number), number) if number.isdigit() else number
-
-
-def _metrics(metrics: Mapping[str, Any] | None) -> str:
-    return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in sorted((metrics or {}).items())
-    )
 
 
 def _document(history: History) -> dict[str, Any]:
@@ -97,7 +109,7 @@ def _document(history: History) -> dict[str, Any]:
                 "size": snapshot.totals.size,
                 "by_kind": {kind_name(k): n for k, n in snapshot.totals.by_kind.items()},
                 "metrics": snapshot.metrics or {},
-                "pins": sorted(name for name, pinned in history.pins.items() if pinned == id_),
+                "pins": pins_of(history, id_),
                 "abandoned": id_ in history.abandoned,
             }
             for id_, snapshot in sorted(history.snapshots.items())

@@ -2,73 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json, print_table
-from ckpt.history.catalog import find, read_history
+from ckpt.cli.screen import (
+    AsJson,
+    StorageOptions,
+    Url,
+    bytes_text,
+    count,
+    named,
+    open_url,
+    print_json,
+    print_table,
+    printable,
+)
+from ckpt.errors import NoSnapshot
+from ckpt.format.names import SnapshotId, SnapshotName
+from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import SystemClock
-from ckpt.history.retention import Keep, execute, plan_prune
+from ckpt.history.retention import Keep, Pruned, PrunePlan, execute, plan_prune
 from ckpt.options import seconds
+from storage_backends.base import Store
 
 
 def command(
     url: Url,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", min=1, help="Keep the newest N of the live line.")
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N of the live line.")
     ] = None,
-    keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep steps that N divides.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep steps of the live line that N divides.")
+    ] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="STEP", help="Remove this snapshot; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--remove", metavar="STEP", help="Remove this snapshot (a step, GENERATION/STEP, latest); repeatable."
+        ),
     ] = None,
-    grace: Annotated[str, typer.Option("--grace", help="Leave leftovers of crashed saves that are younger.")] = "1h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="TIME",
+            help="Leave leftovers of crashed saves that are younger. 0 takes all: only while no job writes here.",
+        ),
+    ] = "1h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, object by object.")] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Remove snapshots that the policy does not keep, and what only they needed.
+    """Remove old snapshots, and what only they needed.
 
-    Pinned snapshots, what a job may still lean on, and the newest one always stay. Says first what goes, and how many
-    bytes come free. Killed half-way, running it again finishes it.
+    With --keep-last and --keep-every everything else goes. Pinned snapshots, the newest one, and what a job that goes
+    on may still lean on always stay, whatever is asked. Says first what goes, and how many bytes come free. Killed
+    half-way, running it again finishes it.
 
-    Exit codes: 0 done; 2 nothing was selected, or the store cannot be read (then nothing was removed).
+    Exit codes: 0 done; 1 a snapshot named by --remove stays; 2 nothing was selected, or the store failed.
     """
     if keep_last is None and keep_every is None and not remove:
         raise ValueError("say what to keep (--keep-last, --keep-every) or what to remove (--remove STEP)")
+    leave = _grace(grace)
     store = open_url(url, storage_option)
-    named = [find(read_history(store), name) for name in remove or ()]
-    keep = Keep(last=keep_last, every=keep_every)
-    plan = plan_prune(store, keep, grace=seconds(grace), remove=named)
+    asked = _asked(store, remove or ())
+    plan = plan_prune(store, Keep(last=keep_last, every=keep_every), grace=leave, remove=asked)
     if not as_json:
-        rows = [[str(id_.step), str(id_.run.generation), "removed"] for id_ in plan.snapshots]
-        rows += [
-            [str(id_.step), str(id_.run.generation), f"kept: {why}"] for id_, why in sorted(plan.protected.items())
-        ]
-        if rows:
-            print_table(
-                ["step", "gen", ""], sorted(rows, key=lambda row: (int(row[1]), int(row[0]))), right=frozenset({0, 1})
-            )
-        for note in plan.notes:
-            print(note)
-        print(
-            f"{'would remove' if dry_run else 'removing'} {len(plan.snapshots)} snapshots, {len(plan.keys)} objects, "
-            f"{bytes_text(plan.freed)}"
-        )
-    removed: list[str] = []
-    if not dry_run:
-        removed = list(execute(plan, store, clock=SystemClock()).keys)
-        if not as_json:
-            print(f"removed {len(removed)} objects")
+        _print_plan(plan, dry_run)
+    done = Pruned() if dry_run else execute(plan, store, clock=SystemClock())
     if as_json:
-        print_json(
-            {
-                "dry_run": dry_run,
-                "snapshots": [str(id_) for id_ in plan.snapshots],
-                "protected": {str(id_): why for id_, why in plan.protected.items()},
-                "keys": list(plan.keys),
-                "freed": plan.freed,
-                "removed": removed,
-                "notes": list(plan.notes),
-            }
+        print_json(_document(plan, done, dry_run))
+    elif not dry_run:
+        _print_done(plan, done)
+    if any(id_ in plan.protected or (not dry_run and id_ not in done.snapshots) for id_ in asked):
+        raise typer.Exit(1)
+
+
+def _grace(text: str) -> float:
+    try:
+        return seconds(float(text) if text.replace(".", "", 1).isdecimal() else text)
+    except ValueError as error:
+        raise ValueError(f"--grace {error}") from None
+
+
+def _asked(store: Store, names: Sequence[str]) -> list[SnapshotId]:
+    """The snapshots that --remove names; one that cannot be read has no other name than where it lies."""
+    if not names:
+        return []
+    history = read_history(store)
+    found = []
+    for name in names:
+        try:
+            found.append(named(store, history, name))
+        except NoSnapshot:
+            damaged = [id_ for id_ in _unlisted(history) if name in (str(id_), id_.short, str(id_.step))]
+            if len(damaged) != 1:
+                raise
+            found.append(damaged[0])
+    return found
+
+
+def _unlisted(history: History) -> list[SnapshotId]:
+    """Snapshots that lie on the store and cannot be restored: damaged ones, and those whose parts are gone."""
+    ids = {name.id for problem in history.problems if (name := SnapshotName.parse(problem.key)) is not None}
+    return sorted(ids - history.snapshots.keys())
+
+
+def _print_plan(plan: PrunePlan, dry_run: bool) -> None:
+    rows = [(id_, "remove", "") for id_ in plan.snapshots]
+    rows += [(id_, "remove", "leftovers of a step that was never committed") for id_ in plan.leftovers]
+    rows += [(id_, "keep", why) for id_, why in plan.protected.items()]
+    if rows:
+        print_table(
+            ["step", "gen", "what", "why"],
+            [[str(id_.step), str(id_.run.generation), what, why] for id_, what, why in sorted(rows)],
+            right=frozenset({0, 1}),
+            fold=frozenset({3}),
         )
+    for note in plan.notes:
+        print(printable(note))
+    if not plan.keys:
+        print("nothing to remove")
+        return
+    verb = "would remove" if dry_run else "removing"
+    print(
+        f"{verb} {count(len(plan.snapshots), 'snapshot')}, {count(len(plan.keys), 'object')}, {bytes_text(plan.freed)}",
+        flush=True,
+    )
+    if dry_run:
+        for key in plan.keys:
+            print(f"  {key}")
+
+
+def _print_done(plan: PrunePlan, done: Pruned) -> None:
+    if plan.keys:
+        print(f"removed {count(len(done.keys), 'object')}, {bytes_text(done.freed)}")
+    if done.spared:
+        print(f"{count(len(done.spared), 'object')} spared: claimed, pinned or committed meanwhile, or too young")
+
+
+def _document(plan: PrunePlan, done: Pruned, dry_run: bool) -> dict[str, object]:
+    return {
+        "dry_run": dry_run,
+        "snapshots": [str(id_) for id_ in plan.snapshots],
+        "leftovers": [str(id_) for id_ in plan.leftovers],
+        "protected": {str(id_): why for id_, why in plan.protected.items()},
+        "keys": plan.keys,
+        "freed": plan.freed,
+        "removed": done.keys,
+        "spared": done.spared,
+        "unfinished": plan.unfinished,
+        "notes": plan.notes,
+    }

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
+from ckpt.errors import NoSnapshot
+from ckpt.format.names import SnapshotId
+from ckpt.format.values import TorchName
+from ckpt.history.catalog import History, find
 from storage_backends import open_store
 from storage_backends.base import Store
 
-Url = Annotated[str, typer.Argument(help="A path or any fsspec URL, as given to the Checkpointer.", show_default=False)]
+Url = Annotated[
+    str,
+    typer.Argument(metavar="URL", help="A path or any fsspec URL, as given to the Checkpointer.", show_default=False),
+]
 StorageOptions = Annotated[
     list[str] | None,
     typer.Option("--storage-option", metavar="KEY=VALUE", help="Passed to the store's fsspec file system; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
+_EXACT = 2**53
+
+FOLDED = 16
+"""Characters that a column keeps at least when it is folded."""
+
 
 def open_url(url: str, options: Sequence[str] | None) -> Store:
-    """The store a user named.
+    """The store a user named. Values are JSON where they parse as JSON, text otherwise.
 
     Raises:
         ValueError: an option is not KEY=VALUE.
@@ -40,33 +53,126 @@ def open_url(url: str, options: Sequence[str] | None) -> Store:
     return open_store(url, **parsed)
 
 
+def named(store: Store, history: History, name: str) -> SnapshotId:
+    """The snapshot a user named. Raises NoSnapshot, which says on which store and what there is."""
+    try:
+        return find(history, name)
+    except NoSnapshot as error:
+        raise NoSnapshot(f"{store.url}: {error}") from None
+
+
+def pins_of(history: History, id_: SnapshotId) -> list[str]:
+    """The names that pin a snapshot."""
+    return sorted(name for name, pinned in history.pins.items() if pinned == id_)
+
+
 def print_json(document: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset()) -> None:
-    """A rich table on a terminal; aligned plain columns when piped. `right`: numbers of right-aligned columns."""
-    cells = [list(row) for row in rows]
-    if sys.stdout.isatty():
-        from rich import box  # only where there is a terminal to show it on
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+def jsonable(value: Any) -> Any:
+    """A restored value as JSON says it. What JSON has no word for (bytes, sets, NaN, integers that readers would round)
+    becomes its Python text."""
+    match value:
+        case None | bool():
+            return value
+        case int():
+            return value if abs(value) <= _EXACT else value_text(value)
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case str():
+            return value if _encodes(value) else ascii(value)
+        case list() | tuple():
+            return [jsonable(item) for item in value]
+        case dict() if all(isinstance(key, str) and _encodes(key) for key in value):
+            return {key: jsonable(item) for key, item in value.items()}
+        case _:
+            return printable(value_text(value))
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(header):
-            table.add_column(name, justify="right" if i in right else "left")
-        for row in cells:
-            table.add_row(*map(Text, row))
-        Console().print(table)
+
+def value_text(value: Any) -> str:
+    """A restored value as Python would write it."""
+    if isinstance(value, TorchName):
+        return value.text
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more than 4300 digits, which Python does not write in decimal
+        return hex(value) if isinstance(value, int) else f"a {type(value).__name__} with an integer too large to write"
+
+
+def print_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: frozenset[int] = frozenset(),
+    fold: frozenset[int] = frozenset(),
+) -> None:
+    """A rich table on a terminal; aligned plain columns when piped.
+
+    Args:
+        header: names of the columns. Columns at the end that are empty in every row are left out.
+        rows: their cells.
+        right: numbers of the right-aligned columns.
+        fold: numbers of the columns that may go on in the next line where a terminal is narrow. The others never do.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    columns = len(header)
+    while columns and not any(row[columns - 1] for row in cells):
+        columns -= 1
+    lines = [list(header[:columns]), *(row[:columns] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        _print_rich(lines, widths, right, fold)
         return
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    for row in [list(header), *cells]:
+    for row in lines:
         line = (
             cell.rjust(width) if i in right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         print("  ".join(line).rstrip())
+
+
+def _print_rich(lines: list[list[str]], widths: list[int], right: frozenset[int], fold: frozenset[int]) -> None:
+    from rich import box  # only where there is a terminal to show it on
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(lines[0]):
+        justify: Literal["left", "right"] = "right" if i in right else "left"
+        table.add_column(name, justify=justify, no_wrap=i not in fold, overflow="fold")
+    for row in lines[1:]:
+        table.add_row(*map(Text, row))
+    console = Console()
+    # Where even folding is not enough, rich would cut numbers; a line that the terminal breaks loses nothing.
+    least = sum(min(width, FOLDED) if i in fold else width for i, width in enumerate(widths)) + 3 * len(widths) + 1
+    console.width = max(console.width, least)
+    console.print(table)
+
+
+def printable(text: str) -> str:
+    """Text of a store as one line that does nothing to a terminal: line ends and escapes are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def cut(text: str, limit: int) -> str:
+    """At most `limit` characters, the last an ellipsis where something was cut off."""
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def count(n: int, one: str, many: str = "") -> str:
+    """(1, "object") → "1 object"; (3, "leaf", "leaves") → "3 leaves"."""
+    return f"{n} {one}" if n == 1 else f"{n} {many or one + 's'}"
+
+
+def metrics_text(metrics: dict[str, Any] | None) -> str:
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in sorted((metrics or {}).items())
+    )
 
 
 def bytes_text(n: float) -> str:
@@ -79,7 +185,7 @@ def bytes_text(n: float) -> str:
 
 
 def age_text(when: float | None, *, now: float | None = None) -> str:
-    """POSIX seconds → "3 h" ago; "?" if unknown."""
+    """POSIX seconds → "3 h" ago; "?" if unknown. Negative where that clock was ahead of ours."""
     if when is None:
         return "?"
     past = (time.time() if now is None else now) - when
@@ -90,4 +196,12 @@ def age_text(when: float | None, *, now: float | None = None) -> str:
 
 
 def warn(text: str) -> None:
-    print(f"ckpt: {text}", file=sys.stderr)
+    print(f"ckpt: {printable(text)}", file=sys.stderr)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json, print_table
-from ckpt.format.manifest import BundleRow, Part, ShardRow
+from ckpt.cli.screen import (
+    AsJson,
+    StorageOptions,
+    Url,
+    age_text,
+    bytes_text,
+    count,
+    cut,
+    jsonable,
+    metrics_text,
+    named,
+    open_url,
+    pins_of,
+    print_json,
+    print_table,
+    printable,
+    value_text,
+)
+from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow
 from ckpt.format.values import decode, flat
-from ckpt.history.catalog import find, read_history
+from ckpt.history.catalog import read_history
 from recovery.read import open_snapshot, read_parts
+
+VALUE_WIDTH = 120
+"""Characters of a value; --json has all of them."""
+VALUES_SHOWN = 40
+"""Values under one name of the state; --json has all of them."""
 
 
 @dataclass
@@ -25,71 +48,90 @@ class _LeafLine:
     size: int = 0
     stored: int = 0
     depth: int = 0
+    bundled: bool = False
+
+
+@dataclass
+class _Said:
+    """A value, as text, and the ranks that hold it."""
+
+    text: str
+    ranks: list[int]
 
 
 def command(
     url: Url,
-    step: Annotated[str, typer.Argument(help="A step, GENERATION/STEP, a pin, or latest.")] = "latest",
-    step_option: Annotated[str | None, typer.Option("--step", help="The same as the argument.")] = None,
+    step: Annotated[
+        str | None,
+        typer.Argument(help="A step, GENERATION/STEP, a pin, or latest.", show_default="latest", metavar="STEP"),
+    ] = None,
+    step_option: Annotated[str | None, typer.Option("--step", metavar="STEP", help="The same as the argument.")] = None,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Show the leaves and values of one snapshot: shape, dtype, bytes, and how many blobs deep its chunks are.
+    """Show the leaves and values of a snapshot.
+
+    to read: stored bytes that a restore of the leaf reads (bundled: small leaves share chunks). depth: blobs that its
+    deepest chunk is rebuilt from; 1 is a keyframe alone. ranks: who stored it.
 
     Exit codes: 0 shown; 2 there is no such snapshot, or it cannot be read.
     """
+    if step is not None and step_option is not None and step != step_option:
+        raise ValueError(f"STEP {step} and --step {step_option} are two snapshots; name one of them")
     store = open_url(url, storage_option)
-    id_ = find(read_history(store), step_option or step)
-    opened = open_snapshot(store, id_)
-    parts = read_parts(store, opened.snapshot)
+    history = read_history(store)
+    id_ = named(store, history, step_option or step or "latest")
+    snapshot = open_snapshot(store, id_).snapshot
+    parts = read_parts(store, snapshot)
     leaves = _leaves(parts.values())
-    plain = {
-        rank: {
-            path: value
-            for name, raw in part.values.items()
-            for path, value in flat(decode(raw), name).items()
-            if not name.startswith("$")
-        }
+    to_read = sum({(b.pack, b.start): b.size for part in parts.values() for b in _blobs(part)}.values())
+    aliases = {name: path for part in parts.values() for name, path in part.aliases.items()}
+    values = {
+        rank: {name: flat(decode(raw), name) for name, raw in sorted(part.values.items()) if not name.startswith("$")}
         for rank, part in sorted(parts.items())
     }
-    snapshot = opened.snapshot
     if as_json:
         print_json(
             {
                 "id": str(id_),
                 "step": id_.step,
                 "generation": id_.run.generation,
+                "time": snapshot.time,
                 "world_size": snapshot.world_size,
                 "stored": snapshot.totals.stored,
                 "size": snapshot.totals.size,
+                "to_read": to_read,
                 "metrics": snapshot.metrics or {},
+                "pins": pins_of(history, id_),
+                "abandoned": id_ in history.abandoned,
                 "leaves": [_document(path, line) for path, line in sorted(leaves.items())],
-                "aliases": {name: path for part in parts.values() for name, path in part.aliases.items()},
-                "values": {str(rank): {p: _jsonable(v) for p, v in found.items()} for rank, found in plain.items()},
+                "aliases": aliases,
+                "values": {
+                    str(rank): {p: jsonable(v) for found in by_name.values() for p, v in found.items()}
+                    for rank, by_name in values.items()
+                },
             }
         )
         return
+    print(f"step {id_.step}, generation {id_.run.generation}, {count(snapshot.world_size, 'rank')} ({id_})")
+    notes = [f"pin {name}" for name in pins_of(history, id_)] + ["abandoned"] * (id_ in history.abandoned)
+    print(", ".join([f"saved {age_text(snapshot.time)} ago", *notes]))
     print(
-        f"step {id_.step}, generation {id_.run.generation}, {snapshot.world_size} ranks: "
-        f"{bytes_text(snapshot.totals.size)} in {len(leaves)} leaves, {bytes_text(snapshot.totals.stored)} stored by it"
+        f"{bytes_text(snapshot.totals.size)} in {count(len(leaves), 'leaf', 'leaves')}: {bytes_text(to_read)} to read, "
+        f"of which this save stored {bytes_text(snapshot.totals.stored)}"
     )
-    rows = [
-        [
-            path + (" (per rank)" if line.per_rank else ""),
-            line.dtype,
-            "x".join(map(str, line.shape)) or "scalar",
-            bytes_text(line.size),
-            bytes_text(line.stored) if line.stored else "bundled",
-            str(line.depth) if line.depth else "",
-            _ranks(line.ranks),
-        ]
-        for path, line in sorted(leaves.items())
-    ]
-    print_table(["leaf", "dtype", "shape", "size", "to read", "depth", "ranks"], rows, right=frozenset({3, 4, 5}))
-    shared = plain.get(0, {})
-    for path, value in sorted(shared.items()):
-        differs = any(found.get(path) != value for found in plain.values())
-        print(f"{path} = {value!r}" + (" (rank 0; others differ)" if differs else ""))
+    if snapshot.metrics:
+        print(printable(f"metrics: {metrics_text(snapshot.metrics)}"))
+    if leaves:
+        print()
+        _print_leaves(leaves)
+    lines = [f"{name} is tied to {path}" for name, path in sorted(aliases.items())]
+    for name in sorted({name for by_name in values.values() for name in by_name}):
+        lines += _value_lines({rank: by_name.get(name, {}) for rank, by_name in values.items()})
+    if lines:
+        print()
+    for line in lines:
+        print(printable(line))
 
 
 def _leaves(parts: Iterable[Part]) -> dict[str, _LeafLine]:
@@ -99,17 +141,81 @@ def _leaves(parts: Iterable[Part]) -> dict[str, _LeafLine]:
             line = leaves.setdefault(row.leaf, _LeafLine(row.cls, row.dtype, row.shape, row.per_rank))
             line.ranks.add(part.rank)
             line.size += row.nbytes
-            line.stored += _stored(row)
+            line.stored += sum(blob.stop - blob.start for chunk in row.chunks for blob in chunk.blobs)
             line.depth = max(line.depth, _depth(row if row.bundle is None else part.bundles[row.bundle[0]]))
+            line.bundled |= row.bundle is not None
     return leaves
 
 
-def _stored(row: ShardRow) -> int:
-    return sum(blob.stop - blob.start for chunk in row.chunks for blob in chunk.blobs)
+def _blobs(part: Part) -> Iterable[Blob]:
+    rows: list[ShardRow | BundleRow] = [*part.shards, *part.bundles]
+    return (part.blob(blob) for row in rows for chunk in row.chunks for blob in chunk.blobs)
 
 
 def _depth(row: ShardRow | BundleRow) -> int:
     return max((len(chunk.blobs) for chunk in row.chunks), default=0)
+
+
+def _print_leaves(leaves: Mapping[str, _LeafLine]) -> None:
+    rows = [
+        [
+            path + (" (per rank)" if line.per_rank else ""),
+            line.dtype,
+            "x".join(map(str, line.shape)) or "scalar",
+            bytes_text(line.size),
+            "bundled" if line.bundled and not line.stored else bytes_text(line.stored),
+            str(line.depth or ""),
+            _ranks(sorted(line.ranks)),
+        ]
+        for path, line in sorted(leaves.items(), key=lambda item: _natural(item[0]))
+    ]
+    print_table(
+        ["leaf", "dtype", "shape", "size", "to read", "depth", "ranks"],
+        rows,
+        right=frozenset({3, 4, 5}),
+        fold=frozenset({0}),
+    )
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(word) if word.isdecimal() else 0, word) for word in re.split(r"([0-9]+)", path)]
+
+
+def _value_lines(of_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """The values under one name of the state: one line where all ranks hold the same, else one for each text."""
+    lines: list[str] = []
+    paths = list(dict.fromkeys(path for found in of_rank.values() for path in found))
+    for path in paths[:VALUES_SHOWN]:
+        said: dict[str, _Said] = {}
+        for rank, found in of_rank.items():
+            if path in found:
+                # Compared as text: NaN is not equal to itself, and 1 is not what True was.
+                whole = value_text(found[path])
+                items = f" ({len(found[path])} items)" if isinstance(found[path], list | tuple) else ""
+                text = whole if len(whole) <= VALUE_WIDTH else cut(whole, VALUE_WIDTH) + items
+                said.setdefault(whole, _Said(text, [])).ranks.append(rank)
+        lines += [
+            f"{path} = {one.text}" + ("" if len(one.ranks) == len(of_rank) else _on(one.ranks)) for one in said.values()
+        ]
+    if len(paths) > VALUES_SHOWN:
+        lines.append(f"… and {len(paths) - VALUES_SHOWN} more values like these; --json has all")
+    return lines
+
+
+def _on(ranks: list[int]) -> str:
+    return f"  (rank{'s' * (len(ranks) > 1)} {_ranks(ranks)})"
+
+
+def _ranks(ordered: list[int]) -> str:
+    """[0, 1, 2, 5] → "0-2,5"."""
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in spans)
 
 
 def _document(path: str, line: _LeafLine) -> dict[str, Any]:
@@ -122,16 +228,6 @@ def _document(path: str, line: _LeafLine) -> dict[str, Any]:
         "ranks": sorted(line.ranks),
         "size": line.size,
         "to_read": line.stored,
+        "bundled": line.bundled,
         "depth": line.depth,
     }
-
-
-def _ranks(ranks: set[int]) -> str:
-    ordered = sorted(ranks)
-    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"{ordered[0]}-{ordered[-1]}"
-    return ",".join(map(str, ordered))
-
-
-def _jsonable(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

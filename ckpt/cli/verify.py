@@ -2,57 +2,113 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, open_url, print_json
-from ckpt.history.catalog import find, read_history
-from recovery.verify import verify
+from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, named, open_url, print_json, printable
+from ckpt.errors import NoSnapshot
+from ckpt.format.names import ALIVE, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
+from ckpt.history.catalog import read_history
+from recovery.verify import Finding, verify
+from storage_backends.base import Entry, Store
 
 
 def command(
     url: Url,
     deep: Annotated[bool, typer.Option("--deep", help="Read every pack and rebuild every chunk.")] = False,
     step: Annotated[
-        str | None, typer.Option("--step", help="Only this snapshot: a step, GENERATION/STEP, a pin, latest.")
+        str | None,
+        typer.Option(
+            "--step",
+            metavar="STEP",
+            help="Only this snapshot: a step, GENERATION/STEP, a pin, latest.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Check documents, parts and pack lengths; with --deep every byte.
+    """Look for damage.
 
-    Exit codes: 0 whole; 1 damage found; 2 the store cannot be read.
+    Checks every document, and that every pack is there and of the right length; with --deep every byte. An error names
+    the object and what needs it. Notes are leftovers of crashed saves and foreign files, which do no harm. Writes
+    nothing, and may run beside a live job.
+
+    Exit codes: 0 whole; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
     store = open_url(url, storage_option)
-    only = None if step is None else find(read_history(store), step)
+    only = None if step is None else named(store, read_history(store), step)
+    checked = _checked(store, only)
     findings = []
     for finding in verify(store, deep=deep, only=only):
         findings.append(finding)
         if not as_json:
-            print(f"{finding.level}: {finding.text}", file=sys.stderr if finding.level == "note" else sys.stdout)
+            print(printable(f"{finding.level}: {finding.text}"), flush=True)
     errors = sum(finding.level == "error" for finding in findings)
     if as_json:
-        print_json(
-            {
-                "whole": not errors,
-                "findings": [
-                    {
-                        "level": f.level,
-                        "key": f.key,
-                        "step": f.step,
-                        "rank": f.rank,
-                        "leaf": f.leaf,
-                        "text": f.text,
-                    }
-                    for f in findings
-                ],
-            }
-        )
-    elif errors:
-        print(f"{errors} errors; restore falls back past the snapshots they concern")
+        print_json({"whole": not errors, "deep": deep, **checked, "findings": [_document(f) for f in findings]})
     else:
-        print("whole" if deep else "whole, as far as documents and lengths tell; --deep reads every byte")
+        what = f"step {only.short}" if only else _totals(checked)
+        print(_verdict(what, deep, findings))
     if errors:
         raise typer.Exit(1)
+
+
+def _checked(store: Store, only: SnapshotId | None) -> dict[str, int]:
+    """What there is to check. A mistyped URL must not be called whole.
+
+    Raises:
+        NoSnapshot: nothing of a checkpoint store is there.
+    """
+    if only is not None:
+        return {}
+    of_prefix: dict[str, list[Entry]] = {prefix: [] for prefix in (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)}
+    ours = False
+    for entry in store.list(""):
+        folder = entry.key.partition("/")[0] + "/"
+        if folder in of_prefix:
+            of_prefix[folder].append(entry)
+        ours |= folder in of_prefix or entry.key == STORE_KEY
+    if not ours:
+        raise NoSnapshot(f"{store.url}: no checkpoint store is there, so there is nothing to check; is the URL right?")
+    return {
+        "snapshots": len(of_prefix[SNAPSHOTS]),
+        "packs": len(of_prefix[PACKS]),
+        "bytes": sum(entry.size for entries in of_prefix.values() for entry in entries),
+    }
+
+
+def _totals(checked: dict[str, int]) -> str:
+    return (
+        f"{count(checked['snapshots'], 'snapshot')}, {count(checked['packs'], 'pack')}, {bytes_text(checked['bytes'])}"
+    )
+
+
+def _verdict(what: str, deep: bool, findings: Sequence[Finding]) -> str:
+    levels = Counter(finding.level for finding in findings)
+    if levels["error"]:
+        lost = sorted({step for finding in findings for step in finding.steps if finding.level == "error"})
+        told = (
+            f"cannot be restored: step{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            if lost
+            else "no step is lost"
+        )
+        return f"{count(levels['error'], 'error')} in {what}; {told}"
+    if deep:
+        return f"whole: {what}, every byte read"
+    return f"whole: {what}, as far as documents and lengths tell; --deep reads every byte"
+
+
+def _document(finding: Finding) -> dict[str, Any]:
+    return {
+        "level": finding.level,
+        "key": finding.key,
+        "step": finding.step,
+        "rank": finding.rank,
+        "leaf": finding.leaf,
+        "steps": finding.steps,
+        "text": finding.text,
+    }
