@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -23,6 +24,7 @@ from . import source
 from .make import STORE
 from .second_codec import Damaged
 from .second_reader import Leaf, Loaded, NewerFormat, SecondReader
+from .second_values import Ref
 
 NEWEST = "000003-deadbeef-000000000050"
 COMPACTED = "000001-00c0ffee-000000000020"
@@ -41,25 +43,35 @@ def test_it_shares_no_code_with_the_product(module: str) -> None:
 
 @pytest.mark.parametrize("chunk", ["4KiB", "512KiB"])
 def test_it_reads_a_real_training_bit_for_bit(tmp_path: Path, chunk: str) -> None:
-    """Every save of a real job, loaded by the page alone: parameters, buffers, optimizer state, schedule."""
+    """Every save of a real job, loaded by the page alone: parameters, buffers, optimizer state, schedule, ties."""
     training, saved = Training(width=300), {}
-    with Checkpointer(tmp_path, training.state, options=ckpt.Options(chunk=chunk)) as checkpointer:
+    table = np.arange(6).reshape(2, 3)
+    more = {"head": training.model.out, "own": {"table": table, "seen": {1, 2}}}
+    options = ckpt.Options(chunk=chunk, restore_amplification=3)
+    with Checkpointer(tmp_path, training.state | more, options=options) as checkpointer:
         checkpointer.restore()
         for step in range(1, 5):
             training.train(step)
-            checkpointer.save(step).wait()
-            saved[step] = (tensors_of(training), training.schedule.state_dict())
+            training.optimizer.param_groups[0]["lr"] = 1e-6  # a slow drift is what deltas are for
+            table += 1
+            checkpointer.save(step, metrics={"loss": 0.5 * step}).wait()
+            saved[step] = (tensors_of(training), training.schedule.state_dict(), table.copy())
     reader = SecondReader(tmp_path)
     steps = {document["step"]: id_ for id_, document in reader.snapshots().items()}
     assert list(steps) == [1, 2, 3, 4]
     forms: set[str] = set()
-    for step, (tensors, schedule) in saved.items():
+    for step, (tensors, schedule, table) in saved.items():
         loaded = reader.load(steps[step])
         assert {path: leaf for path, leaf in loaded.leaves.items() if path in tensors} == tensors
-        assert source.spell(loaded.values[0]["schedule"]) == source.spell(schedule)
-        assert "$random" in loaded.values[0]
-        forms |= set(loaded.forms)
-    assert forms & {"3", "4"} or any(form.startswith("5") for form in forms), "not one delta: this shows too little"
+        assert loaded.leaves["own.table"] == Leaf("array", "int64", (2, 3), table.tobytes())
+        assert loaded.aliases == ({"head.weight": "model.out.weight", "head.bias": "model.out.bias"},)
+        [values] = loaded.values
+        assert values["own"] == {"table": Ref("own.table"), "seen": {1, 2}}
+        assert source.spell(values["schedule"]) == source.spell(schedule)
+        assert "$random" in values
+        assert loaded.metrics == {"loss": 0.5 * step}
+        forms |= loaded.forms.keys()
+    assert any(form[0] in "345" for form in forms), f"not one delta among {forms}: this shows too little"
 
 
 def tensors_of(training: Training) -> dict[str, Leaf]:
