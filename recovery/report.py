@@ -22,7 +22,8 @@ class Restored:
         skipped: newer snapshots that were passed over, and why.
         values: this rank's values that no leaf holds: "$random", "$data".
         snapshot: the commit that was read.
-        part: this rank's own part of it; None where the snapshot has another world size.
+        parts: rank → part of it, as far as this rank needed them.
+        rank: whose values and per-rank leaves this rank took; None where the snapshot has another world size.
     """
 
     id: SnapshotId
@@ -31,7 +32,13 @@ class Restored:
     skipped: tuple[tuple[SnapshotId, str], ...]
     values: Mapping[str, Any]
     snapshot: Snapshot
-    part: Part | None
+    parts: Mapping[int, Part]
+    rank: int | None
+
+    @property
+    def part(self) -> Part | None:
+        """This rank's own part; None where the snapshot has another world size."""
+        return None if self.rank is None else self.parts[self.rank]
 
     @property
     def step(self) -> int:

@@ -319,5 +319,6 @@ def _restored(documents: _Documents, seat: Seat, meter: Meter, skipped: tuple[Sk
         skipped,
         {name: value for name, value in documents.values.items() if name.startswith("$")},
         documents.opened.snapshot,
-        None if own is None else documents.parts[own],
+        documents.parts,
+        own,
     )

@@ -40,7 +40,6 @@ from ckpt.format.parts import (
     PartRef,
     ShardRow,
     read_part,
-    table_of,
     write_part,
 )
 
@@ -76,7 +75,6 @@ __all__ = [
     "read_part",
     "seal",
     "snapshot_id",
-    "table_of",
     "unseal",
     "write_part",
 ]

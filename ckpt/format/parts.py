@@ -26,9 +26,9 @@ from ckpt.format.documents import (
     digest128,
     snapshot_id,
 )
-from ckpt.format.layout import Layout, lay_out
+from ckpt.format.layout import Layout
 from ckpt.format.names import RunId, SnapshotId
-from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cut_count, whole
+from ckpt.format.shards import DTYPES, Box, cut_count, whole
 
 MAX_PART = 1 << 30
 """A part that claims to decode to more bytes is damaged: nothing on a store makes us allocate without bound."""
@@ -371,18 +371,3 @@ def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
             count = cut_count(row.shape, box, DTYPES[row.dtype].size, part.chunk)
             yield from chunk_problems(row.leaf, row.chunks, count)
         breathe()
-
-
-def table_of(part: Part, layout: Layout) -> tuple[Chunk, ...] | None:
-    """The chunks of a part as a table that runs parallel to ``layout.pieces``, or None if it lists other shards than
-    `layout` has: the inverse of what `write_part` does."""
-    shards = [Shard(Leaf(row.leaf, row.cls, row.dtype, row.shape), row.as_box, row.per_rank) for row in part.shards]
-    if lay_out(shards, part.chunk) != layout:
-        return None
-    table: dict[int, Chunk] = {}
-    for bundle, places in zip(part.bundles, layout.bundles, strict=True):
-        table.update(zip(range(places.piece, places.piece_stop), part.chunks(bundle), strict=True))
-    for row, region in zip(part.shards, layout.regions, strict=True):
-        if region.bundle is None:
-            table.update(zip(range(region.piece, region.piece_stop), part.chunks(row), strict=True))
-    return tuple(table[i] for i in range(len(layout.pieces)))

@@ -174,7 +174,9 @@ class Capturer:
                 f"{path}: its memory was freed (storage of size 0); save while the tensor is there", leaf=path
             )
         if box != outer:
-            tensor = tensor.narrow(0, box.offsets[0] - outer.offsets[0], box.lengths[0])
+            tensor = tensor[
+                tuple(slice(a - b, a - b + n) for a, b, n in zip(box.offsets, outer.offsets, box.lengths, strict=True))
+            ]
         return as_bits(tensor)
 
     def _group(self) -> None:
@@ -235,12 +237,7 @@ def _inside(part: Shard, live: Shard) -> bool:
         return True
     if part.leaf != live.leaf or part.per_rank != live.per_rank:
         return False
-    a, b = part.box, live.box
-    if a == b:
-        return True
-    rest = a.offsets[1:] == b.offsets[1:] and a.lengths[1:] == b.lengths[1:]
-    start = a.offsets[0] - b.offsets[0] if a.offsets else -1
-    return rest and 0 <= start <= start + a.lengths[0] <= b.lengths[0]
+    return part.box == live.box or live.box.intersect(part.box) == part.box
 
 
 def _describe(shard: Shard) -> str:

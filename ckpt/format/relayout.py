@@ -1,0 +1,154 @@
+"""After a restore: what the store already holds of the state, in the words of the layout that is saved next.
+
+A changed layout cuts leaves at other places. The new owner's boxes are first cut along the old shards' edges
+(`cut_along`), so that each new piece lies inside exactly one old chunk; it then references that chunk, clipped
+(`Chunk.of`), and stores nothing until it changes (PROTOCOL.md §6). An unchanged layout comes out of the same rule
+unclipped: its pieces are the old chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from ckpt.format.layout import BundleRegion, Layout, Piece
+from ckpt.format.manifest import Chunk, Part, ShardRow, chunk_digest
+from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cuts, grid
+
+Cell: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """The part of a layout that a snapshot holds already: `layout` has only its pieces, `table` runs parallel to
+    them; `packs`: key → length."""
+
+    layout: Layout
+    table: tuple[Chunk, ...]
+    packs: Mapping[str, int]
+
+
+def old_boxes(parts: Iterable[Part]) -> dict[Leaf, tuple[Box, ...]]:
+    """Leaf → the boxes in which these parts hold it. Small leaves and per-rank ones are never cut."""
+    found: dict[Leaf, set[Box]] = {}
+    for part in parts:
+        for row in part.shards:
+            if row.bundle is None and not row.per_rank:
+                found.setdefault(_leaf(row), set()).add(row.as_box)
+    return {leaf: tuple(sorted(boxes)) for leaf, boxes in found.items()}
+
+
+def cut_along(shards: Sequence[Shard], old: Mapping[Leaf, Sequence[Box]]) -> list[Shard]:
+    """The shards, cut where old boxes end. What no old box covers stays as it is: the shard then is not cut at all."""
+    out: list[Shard] = []
+    for shard in shards:
+        boxes = () if shard.per_rank or shard.box.empty else old.get(shard.leaf, ())
+        if shard.box in boxes:
+            out.append(shard)
+            continue
+        pieces = [common for box in boxes if (common := box.intersect(shard.box)) is not None]
+        if len(pieces) > 1 and sum(box.numel for box in pieces) == shard.box.numel:
+            out.extend(Shard(shard.leaf, box, shard.per_rank) for box in sorted(pieces))
+        else:
+            out.append(shard)
+    return out
+
+
+def stored_already(parts: Mapping[int, Part], rank: int | None, layout: Layout, data: Any) -> Stored:
+    """Find every piece of `layout` in the parts.
+
+    Args:
+        parts: of one snapshot, as far as they were read.
+        rank: whose per-rank leaves and bundles are this rank's; None where the snapshot has another world size.
+        data: the restored state as captured, laid out by `layout`: a clipped piece needs a digest of its own.
+    """
+    index = _Index(parts, rank, layout.chunk)
+    pieces: list[Piece] = []
+    table: list[Chunk] = []
+    packs: dict[str, int] = {}
+
+    def found(piece: Piece, chunk: Chunk | None, sizes: Mapping[str, int]) -> None:
+        if chunk is None:
+            return
+        pieces.append(piece)
+        table.append(chunk)
+        packs.update((blob.pack, sizes[blob.pack]) for blob in chunk.blobs)
+
+    for region in layout.bundles:
+        own = index.bundle(region)
+        for piece in layout.pieces[region.piece : region.piece_stop]:
+            if own is not None:
+                chunks, sizes = own
+                found(piece, chunks[piece.index], sizes)
+    for place in layout.regions:
+        if place.bundle is not None:
+            continue
+        for piece in layout.pieces[place.piece : place.piece_stop]:
+            hit = index.chunk(place.shard, piece)
+            if hit is None:
+                continue
+            box, chunk, sizes = hit
+            if box != piece.box:
+                digest = chunk_digest(piece.dtype, data[piece.start : piece.stop])
+                chunk = Chunk(digest, chunk.blobs, chunk.of or box)
+            found(piece, chunk, sizes)
+    return Stored(replace(layout, pieces=tuple(pieces)), tuple(table), packs)
+
+
+class _Index:
+    """The parts' rows, by leaf; chunks are made from a row when it is first asked for."""
+
+    def __init__(self, parts: Mapping[int, Part], rank: int | None, chunk: int) -> None:
+        self._rows: dict[tuple[Leaf, bool], list[tuple[int, ShardRow]]] = {}
+        self._made: dict[int, dict[Cell, tuple[Box, Chunk]]] = {}
+        # Another chunk size is another grid, on which nothing fits.
+        self._parts = {number: part for number, part in parts.items() if part.chunk == chunk}
+        self._sizes = {number: dict(part.packs) for number, part in self._parts.items()}
+        self._own = self._parts.get(rank) if rank is not None else None
+        for number, part in self._parts.items():
+            for row in part.shards:
+                if row.bundle is None and (not row.per_rank or number == rank):
+                    self._rows.setdefault((_leaf(row), row.per_rank), []).append((number, row))
+
+    def bundle(self, region: BundleRegion) -> tuple[Sequence[Chunk], Mapping[str, int]] | None:
+        """This rank's old bundle of this class, dtype and length. It may hold other leaves: whoever compares digests
+        then finds nothing unchanged, and no harm is done."""
+        if self._own is None:
+            return None
+        for row in self._own.bundles:
+            if (row.cls, row.dtype, row.length) == (region.cls, region.dtype, region.length):
+                return self._own.chunks(row), self._sizes[self._own.rank]
+        return None
+
+    def chunk(self, shard: Shard, piece: Piece) -> tuple[Box, Chunk, Mapping[str, int]] | None:
+        """The old chunk that the piece lies inside, with its own box."""
+        for number, row in self._rows.get((shard.leaf, shard.per_rank), ()):
+            if row.as_box != shard.box and row.as_box.intersect(piece.box) != piece.box:
+                continue
+            hit = self._chunks(number, row).get(_cell(shard.leaf, piece.box, self._parts[number].chunk))
+            if hit is not None:
+                return *hit, self._sizes[number]
+        return None
+
+    def _chunks(self, number: int, row: ShardRow) -> dict[Cell, tuple[Box, Chunk]]:
+        made = self._made.get(id(row))
+        if made is None:
+            part = self._parts[number]
+            boxes = [c.box for c in cuts(row.shape, row.as_box, DTYPES[row.dtype].size, part.chunk)]
+            cells = (_cell(_leaf(row), box, part.chunk) for box in boxes)
+            made = dict(zip(cells, zip(boxes, part.chunks(row), strict=True), strict=True))
+            self._made[id(row)] = made
+        return made
+
+
+def _cell(leaf: Leaf, box: Box, chunk: int) -> Cell:
+    """The number of the grid cell that a chunk's box is cut from."""
+    if not leaf.shape:
+        return ()
+    cells = grid(leaf.shape, DTYPES[leaf.dtype].size, chunk)
+    return *box.offsets[: cells.cut], box.offsets[cells.cut] // cells.block
+
+
+def _leaf(row: ShardRow) -> Leaf:
+    return Leaf(row.leaf, row.cls, row.dtype, row.shape)
