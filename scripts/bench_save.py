@@ -86,7 +86,7 @@ def measure(state: dict[str, object], repeat: int) -> Blocked:
 def _capture(state: dict[str, object], repeat: int) -> float:
     """The copy alone, without the walk through the state, the vote and the hand-over."""
     from ckpt.format.layout import lay_out
-    from ckpt.mirror import Slots
+    from ckpt.mirror.slots import Slots
     from ckpt.saving.capture import Capturer
 
     flat = Flattener(dict(state)).flatten()

@@ -74,12 +74,12 @@ def identity(job: str | None) -> Identity:
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - "pid:[4026531836]" is not a path
     except OSError:
         boot = space = ""
-    started = _started(os.getpid()) or _NO_PROC
+    started = process_started(os.getpid()) or _NO_PROC
     return Identity(socket.gethostname(), os.getpid(), started, boot, space, None if job == "none" else job)
 
 
-def _started(pid: int) -> str | None:
-    """When this process started, in ticks since boot; None if there is none, or it only waits to be reaped."""
+def process_started(pid: int) -> str | None:
+    """When a process started, in ticks since boot; None if there is none, or it only waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -283,7 +283,7 @@ def _dead(doc: RunDoc, who: Identity) -> bool:
     """A process of this host that is no more. Another boot or pid namespace proves nothing: two machines may share a
     name, and a container cannot see its neighbour's processes; those must fall silent."""
     mine = (doc.host, doc.boot, doc.pid_space) == (who.host, who.boot, who.pid_space)
-    return bool(who.boot) and mine and _started(doc.pid) != doc.pid_started
+    return bool(who.boot) and mine and process_started(doc.pid) != doc.pid_started
 
 
 def _run_doc(store: Store, run: RunId) -> RunDoc | None:

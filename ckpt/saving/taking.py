@@ -9,7 +9,7 @@ from ckpt.errors import SaveFailed
 from ckpt.format.layout import Layout
 from ckpt.format.shards import Box, Leaf
 from ckpt.leaves import Flat
-from ckpt.mirror import Slots
+from ckpt.mirror.slots import Slots
 from ckpt.ranks import Ranks
 from ckpt.saving.capture import Capturer
 from ckpt.saving.job import Bytes, Reference

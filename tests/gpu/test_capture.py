@@ -7,7 +7,7 @@ import torch
 
 from ckpt.format.layout import lay_out
 from ckpt.format.shards import DTYPES
-from ckpt.mirror import Slots
+from ckpt.mirror.slots import Slots
 from ckpt.saving.capture import Capturer
 from ckpt.saving.checksums import BLOCK, SMALL, checksum, checksums
 from tests.ckpt.saving.test_capture import flat_of_tensors, random_bits

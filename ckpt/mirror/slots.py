@@ -1,4 +1,4 @@
-"""The two host buffers a rank's state is copied into, in turn: one holds the reference, the other takes the next save.
+"""Two host buffers in the process's own memory, filled in turn: one holds the reference, the other takes the next save.
 
 The first write to fresh memory costs several times the copy itself (the kernel finds and clears every page), so pages
 are touched on a thread of their own as soon as the buffers exist, long before the first save fills the second one.

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from ckpt.mirror import Slots, _allocate
+from ckpt.mirror.slots import Slots, _allocate
 from tests.support.procs import run_ranks, succeed
 
 MB = 1 << 20
