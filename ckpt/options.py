@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt.format.shards import DEFAULT_CHUNK, SMALL_LEAF
 
@@ -55,6 +56,11 @@ class Options:
         group_timeout: timeout of the process group the checkpointer makes for itself; None takes the default group's.
         on_error: what the save after a failed one does: "warn" on all ranks and go on, or "raise" there.
         memory: working memory of the writer and of a restore beyond the two host buffers.
+        on_resize: ``rule(name, values, rank, world_size)``, called where a snapshot of another number of ranks is
+            restored, for each per-rank value that differed between them (by its name in the state; ``"$data"`` is the
+            data position: return None to begin the data anew) and each such per-rank tensor (by its path). `values`
+            by stored rank; returns what `rank` of the new `world_size` takes. None: such a restore is refused. Random
+            states need no rule.
         heartbeat: how often a run says that it is alive. A silent run is taken over after three of these.
     """
 
@@ -67,6 +73,7 @@ class Options:
     group_timeout: Duration | None = None
     on_error: Literal["warn", "raise"] = "warn"
     memory: Size = "256MB"
+    on_resize: Callable[[str, Sequence[Any], int, int], Any] | None = None
     heartbeat: Duration = "10s"
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from ckpt.errors import UnsupportedState
 
@@ -110,6 +111,30 @@ def set_random_states(tree: Any) -> None:
         }
     )
     random.setstate((3, (*states.python.words, states.python.position), states.python.gauss))
+
+
+def derived_states(run: str, rank: int) -> dict[str, Any]:
+    """Random states for a rank that the snapshot has none for: a function of (run, rank) alone, so that a restart of
+    the same restore draws the same, and no two ranks draw alike. The form is that of `random_states()`."""
+    seed = xxhash.xxh3_64_intdigest(f"{run}/{rank}".encode())
+    now = random_states()
+    numpy = np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32)).get_state(legacy=False)
+    _, words, _ = random.Random(seed).getstate()
+    cuda = now["cuda"]
+    if cuda is not None:
+        generators = [torch.Generator(f"cuda:{i}") for i in range(len(cuda["devices"]))]
+        cuda = {**cuda, "devices": [_bytes(g.manual_seed(seed + i).get_state()) for i, g in enumerate(generators)]}
+    return {
+        "torch": _bytes(torch.Generator().manual_seed(seed).get_state()),
+        "cuda": cuda,
+        "numpy": {
+            "key": numpy["state"]["key"].astype("<u4").tobytes(),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": 0,
+            "gauss": 0.0,
+        },
+        "python": {"words": list(words[:-1]), "position": words[-1], "gauss": None},
+    }
 
 
 def generator_state(name: str, data: bytes, generator: torch.Generator) -> torch.Tensor:

@@ -1,25 +1,38 @@
 """Between parts and live leaves: what the parts of a snapshot mean for one rank's state (torch, by way of leaves).
 
-Rank r of a job takes the values and per-rank leaves of part r. In a job of another size there is no such part: then
-what is equal on all ranks is taken, and what is not cannot be dealt out without a rule, which is an error rather than
-a guess. Tensors that ranks share are cut to any layout.
+Rank r of a job takes the values and per-rank leaves of part r. In a job of another size
+  what is equal on all ranks is taken;
+  random states: a rank keeps its own, a new rank's are derived from (run, rank), those of vanished ranks are dropped;
+  anything else goes through the user's `on_resize` rule, and is an error without one rather than a guess.
+Tensors that ranks share are cut to any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+import torch
 
 from ckpt.errors import DamagedError, LayoutMismatch
 from ckpt.format.manifest import Part
 from ckpt.format.shards import Box, Leaf, Shard
 from ckpt.format.values import decode
 from ckpt.leaves import Stored
+from ckpt.random_states import derived_states
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
+
+log = logging.getLogger("ckpt")
+
+Resize: TypeAlias = Callable[[str, Sequence[Any], int, int], Any]
+"""``rule(name, values, rank, world_size)`` → what `rank` of `world_size` takes of a value (by its name in the state, or
+"$data") or per-rank tensor (by its path) that differed between ranks; `values` by stored rank, None where one had none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +41,13 @@ class Seat:
 
     `names`: which tracked names are restored; None is all of them, and nothing may be left over. With names, nobody is
     going to train on: "$random" and "$data" are left out where a job of another size cannot tell whose to take.
+    `rule`: `Options.on_resize`.
     """
 
     rank: int
     world_size: int
     names: frozenset[str] | None = None
+    rule: Resize | None = None
 
     def own(self, stored_world_size: int) -> int | None:
         """The rank whose values and per-rank leaves this seat takes; None if only equal ones can be taken."""
@@ -89,18 +104,52 @@ def wants(shards: Iterable[Shard], parts: Mapping[int, Part], seat: Seat) -> lis
     return [Wanted(shard, rank) for shard in shards for rank in holders.get(shard.leaf.path, (None,))]
 
 
-def merged(read: Iterator[tuple[Wanted, Bytes]]) -> dict[Shard, Bytes]:
-    """The bytes of each shard, where several ranks' values of it must be one.
+def merged(read: Iterator[tuple[Wanted, Bytes]], seat: Seat, stored_world_size: int) -> dict[Shard, Bytes]:
+    """The bytes of each shard, where several ranks' values of it must be one, or become one by the seat's rule.
 
     Raises:
-        LayoutMismatch: they are not.
+        LayoutMismatch: they are not, and there is no rule, or it gives what does not fit.
     """
     found: dict[Shard, Bytes] = {}
+    differing: dict[Shard, dict[int, Bytes]] = {}
+    firsts: dict[Shard, int] = {}
     for want, data in read:
         first = found.setdefault(want.shard, data)
-        if first is not data and first.tobytes() != data.tobytes():
-            raise _per_rank_differ(want.shard.leaf.path)
+        rank = -1 if want.rank is None else want.rank
+        if first is data:
+            firsts[want.shard] = rank
+        elif want.shard in differing or first.tobytes() != data.tobytes():
+            if seat.rule is None:
+                raise _per_rank_differ(want.shard.leaf.path)
+            differing.setdefault(want.shard, {firsts[want.shard]: first})[rank] = data
+    for shard, by_rank in differing.items():
+        found[shard] = _ruled(shard, by_rank, seat, stored_world_size)
     return found
+
+
+def _ruled(shard: Shard, by_rank: Mapping[int, Bytes], seat: Seat, stored_world_size: int) -> Bytes:
+    """What the user's rule makes of a per-rank leaf."""
+    assert seat.rule is not None
+    dtype = getattr(torch, shard.leaf.dtype)
+    given = {rank: torch.from_numpy(data).view(dtype).reshape(shard.box.lengths) for rank, data in by_rank.items()}
+    # A rank whose bytes equalled the first one's was merged with it, so its value is the first one's.
+    first = given[min(given)]
+    taken = seat.rule(
+        shard.leaf.path, [given.get(r, first) for r in range(stored_world_size)], seat.rank, seat.world_size
+    )
+    if not isinstance(taken, torch.Tensor) or taken.dtype != dtype or tuple(taken.shape) != shard.box.lengths:
+        expected = f"a tensor of {dtype} and shape {list(shard.box.lengths)}"
+        raise LayoutMismatch(
+            f"{shard.leaf.path}: on_resize gave {_described(taken)}, expected {expected}",
+            changed={shard.leaf.path: f"expected {expected}"},
+        )
+    return np.asarray(taken.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), dtype=np.uint8)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"one of {value.dtype} and shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _common_values(parts: Mapping[int, Part], seat: Seat) -> dict[str, Any]:
@@ -114,9 +163,26 @@ def _common_values(parts: Mapping[int, Part], seat: Seat) -> dict[str, Any]:
     for name, found in texts.items():
         if len(found) == 1 and all(name in part.values for part in parts.values()):
             values[name] = stored_value(some, name)
+        elif name == "$random" and seat.names is None:
+            values[name] = _random_states(parts, seat)
         elif seat.names is None or name in seat.names:
-            raise _per_rank_differ(name)
+            if seat.rule is None:
+                raise _per_rank_differ(name)
+            each = [stored_value(parts[rank], name) if name in parts[rank].values else None for rank in sorted(parts)]
+            values[name] = seat.rule(name, each, seat.rank, seat.world_size)
     return values
+
+
+def _random_states(parts: Mapping[int, Part], seat: Seat) -> Any:
+    """The rank's own, or ones of its own making."""
+    if seat.rank == 0 and seat.world_size < len(parts):
+        log.warning("random states of ranks %d to %d are dropped: they are gone", seat.world_size, len(parts) - 1)
+    own = parts.get(seat.rank)
+    if own is not None and "$random" in own.values:
+        return stored_value(own, "$random")
+    run = parts[min(parts)].run
+    log.warning("rank %d is new: its random states are derived from run %s and its number", seat.rank, run)
+    return derived_states(run, seat.rank)
 
 
 def stored_value(part: Part, name: str) -> Any:
@@ -138,8 +204,8 @@ def stored_value(part: Part, name: str) -> Any:
 def _per_rank_differ(path: str) -> LayoutMismatch:
     return LayoutMismatch(
         f"{path}: its value differs from rank to rank, and this job has another number of ranks than the snapshot: "
-        "how to deal such values out needs a rule (on_resize), which this version does not have; restore with the "
-        "stored number of ranks, or read single values with ckpt.load",
+        "say how to deal such values out with Options(on_resize=rule), restore with the stored number of ranks, or "
+        "read single values with ckpt.load",
         changed={path: "stored one value per rank, live another number of ranks"},
     )
 

@@ -34,7 +34,7 @@ from recovery.boxes import Bytes
 from recovery.choose import Choice, Skipped, choose, exhausted
 from recovery.fetch import Tally
 from recovery.parallel import THREADS, in_threads
-from recovery.place import Seat, asked_for, merged, stored_state, wants
+from recovery.place import Resize, Seat, asked_for, merged, stored_state, wants
 from recovery.read import OpenSnapshot, check_part, check_snapshot, open_snapshot, read_part_bytes, verdict
 from recovery.report import Restored
 from recovery.shards import MEMORY, read_shards
@@ -70,6 +70,7 @@ def restore(
     *,
     step: int | str | None = None,
     claim: Callable[[SnapshotId], bool],
+    on_resize: Resize | None = None,
     memory: int = MEMORY,
     threads: int = THREADS,
 ) -> Restored | None:
@@ -78,6 +79,7 @@ def restore(
     Args:
         step: None or "latest": the newest of the live line, falling back past damaged ones; else exactly that one.
         claim: collective; makes the snapshot safe from a prune that begins now. False: one has announced its end.
+        on_resize: the rule for what differed between ranks, where the snapshot has another number of them.
         memory: most encoded bytes in flight, and so about what is needed beside one copy of the rank's state.
 
     Returns:
@@ -89,7 +91,7 @@ def restore(
         LayoutMismatch, UnsupportedState, FormatTooNew: it cannot become this state.
         StorageError: the store does not answer: that is neither damage nor emptiness.
     """
-    seat = Seat(ranks.rank, ranks.world_size)
+    seat = Seat(ranks.rank, ranks.world_size, rule=on_resize)
     return restore_seat(store, ranks, seat, state, step=step, claim=claim, memory=memory, threads=threads)
 
 
@@ -283,11 +285,9 @@ class _Attempt:
         tally = Tally()
         try:
             with self._judged(documents.opened):
-                return merged(
-                    read_shards(
-                        self.store, documents.parts, wanted, memory=self.memory, threads=self.threads, tally=tally
-                    )
-                )
+                parts = documents.parts
+                read = read_shards(self.store, parts, wanted, memory=self.memory, threads=self.threads, tally=tally)
+                return merged(read, self.seat, documents.opened.snapshot.world_size)
         finally:
             self.meter.count("store", tally.bytes)
 

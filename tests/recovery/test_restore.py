@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ckpt.errors import (
 )
 from ckpt.format.manifest import digest128
 from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, SnapshotId, SnapshotName
+from ckpt.random_states import set_random_states
 from recovery.agree import Alone, Peers
 from recovery.read import open_snapshot, read_parts
 from recovery.report import Restored
@@ -435,12 +436,66 @@ def test_tensors_and_common_values_restore_on_any_number_of_ranks(ranks: int) ->
 def test_values_that_differ_between_ranks_are_not_dealt_out_by_guessing() -> None:
     """K4: an explicit rule, never dropped in silence."""
     store = MemoryStore()
-    train_and_store(store, [2], ranks=3)
+    train_and_store(store, [2], ranks=3, own=lambda rank: {"$data": [rank]})
     results, _ = _on(store, 2)
     for result in results:
         assert isinstance(result, LayoutMismatch)
-        assert "$random" in str(result)
+        assert "$data" in str(result)
         assert "on_resize" in str(result)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_rule_deals_out_what_differed(ranks: int) -> None:
+    """K4: each new rank is asked with all stored values, by stored rank."""
+    store = MemoryStore()
+    train_and_store(store, [2], ranks=3, own=lambda rank: {"$data": [rank]})
+    asked: list[tuple[str, list[Any], int, int]] = []
+
+    def rule(name: str, given: Sequence[Any], rank: int, world_size: int) -> Any:
+        asked.append((name, list(given), rank, world_size))
+        return ["mine", rank]
+
+    results, _ = _on(store, ranks, on_resize=rule)
+    for rank, restored in enumerate(results):
+        assert restored.values["$data"] == ["mine", rank]
+    assert sorted(asked, key=lambda a: a[2]) == [("$data", [[0], [1], [2]], rank, ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_random_states_stay_with_their_ranks_and_new_ranks_get_their_own(
+    ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K4: derived from (run, rank), so the same at every restart; vanished ones are dropped; both are logged."""
+    store = MemoryStore()
+    train_and_store(store, [2], ranks=3)
+    first, second = ([r.values["$random"] for r in _on(store, ranks)[0]] for _ in range(2))
+    assert first == second
+    assert first[:3] == [[0], [1], [2]][:ranks]
+    made = first[3:]
+    assert len({repr(tree) for tree in made}) == len(made)
+    for tree in made:
+        set_random_states(tree)
+    assert ("dropped" in caplog.text) == (ranks < 3)
+    assert ("derived" in caplog.text) == (ranks > 3)
+
+
+def test_a_rule_deals_out_per_rank_leaves_that_differed() -> None:
+    store = MemoryStore()
+    stored: Mapping[str, Any] = {"mean": Each(tuple(np.full(3, rank, np.float32) for rank in range(2)))}
+    make_store(store, [stored], ranks=2)
+    state = {"mean": torch.zeros(3)}
+
+    def average(name: str, given: Sequence[Any], rank: int, world_size: int) -> Any:
+        assert (name, rank, world_size) == ("mean", 0, 1)
+        return torch.stack(list(given)).mean(0)
+
+    def wrong(name: str, given: Sequence[Any], rank: int, world_size: int) -> Any:
+        return given[0].double()
+
+    with pytest.raises(LayoutMismatch, match=r"mean: on_resize gave one of torch\.float64"):
+        _restore(store, state, Alone(), None, on_resize=wrong)
+    assert _restore(store, state, Alone(), None, on_resize=average) is not None
+    assert state["mean"].tolist() == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("differs", [False, True])
