@@ -47,15 +47,17 @@ class FsspecStore:
         storage_options: for fsspec, such as ``endpoint_url``.
 
     Raises:
-        Refused: no such scheme, its library is not installed, or the URL names no place.
+        Refused: no such scheme, the URL names no place, or the library it needs is not installed.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         given = dict(storage_options or {})
         self._url = public_url(url)
         self._secrets = _secrets_in(url, given)
-        protocol = url.partition("://")[0]
+        protocol, _, place = url.partition("://")
         self._facts = facts_of(protocol)
+        if self._facts.bucket and not place.partition("/")[0]:
+            raise Refused(f"{self._url}: names no bucket; expected {protocol}://bucket/path", store=self._url, key="")
         cls = _class_of(protocol, store=self._url, extra=self._facts.extra)
         try:
             # fsspec's own order of precedence: what the caller says explicitly, then the URL. Ours come last.
@@ -63,8 +65,6 @@ class FsspecStore:
             self._root = str(cls._strip_protocol(url)).rstrip("/")
         except Exception as error:
             raise self._explain(error, "open", "") from error
-        if self._facts.bucket and not self._root.partition("/")[0]:
-            raise Refused(f"{self._url}: names no bucket; expected {protocol}://bucket/path", store=self._url, key="")
 
         def make() -> FileSystem:
             fs = cls(**options, skip_instance_cache=True)

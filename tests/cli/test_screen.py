@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,9 +103,8 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, rows: list[list[str
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
     print_table(["step", "leaf", "notes"], rows, **settings)
-    return terminal.getvalue().splitlines()
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
 
 
 def test_on_a_terminal_it_is_a_table_with_a_line_below_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
