@@ -11,10 +11,10 @@ import warnings
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from tests.support.procs import PRELOAD
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.utils.data", "torch.optim.swa_utils", "ckpt.checkpointer", "ckpt.loop", "recovery.load"]
-)
+_context.set_forkserver_preload(PRELOAD)
 
 
 def start(script: Path, *arguments: str, log: Path | None = None) -> ForkServerProcess:

@@ -36,6 +36,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 90.0
 """Seconds; generous, because two cores run many tests at once."""
 
+PRELOAD = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "torch.utils.data",
+    "torchdata.stateful_dataloader", "pytest", "ckpt.checkpointer", "ckpt.loop", "recovery.load",
+    "torch._dynamo",  # which fully_shard and DDP load when they are first used: five seconds in every rank
+]  # fmt: skip
+"""What every fork has loaded already. There is one server per test process: the first to use it says what it loads."""
+
 Target = str | Path | Callable[..., None]
 
 
@@ -117,7 +124,7 @@ class _Script:
 class _Function:
     def __init__(self, function: Callable[..., None], args: Sequence[Any], env: Mapping[str, str]) -> None:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["torch", "torch.distributed", "numpy", "xxhash", "zstandard", "msgspec"])
+        server.set_forkserver_preload(PRELOAD)
         self._out, out = server.Pipe(duplex=False)
         stdin, self._in = server.Pipe(duplex=False)
         self._process = server.Process(target=_child, args=(function, tuple(args), dict(env), stdin, out))
