@@ -151,6 +151,7 @@ class Checkpointer:
                 self._state,
                 step=step,
                 claim=self._tenure.claim,
+                on_resize=self._options.on_resize,
                 memory=size(self._options.memory),
             )
         self._outcomes.forget()
