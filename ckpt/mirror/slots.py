@@ -58,7 +58,7 @@ class Slots:
             self._slots = []
             self._nbytes = nbytes
         for slot in self._slots:
-            if not_this is None or not _same_memory(slot.data, not_this):
+            if not_this is None or not same_memory(slot.data, not_this):
                 break
         else:
             slot = self._add()
@@ -129,6 +129,7 @@ def _touch(slot: _Slot, stopped: Callable[[], bool] = lambda: False) -> None:
     slot.touched.set()
 
 
-def _same_memory(slot: Bytes, other: Bytes) -> bool:
+def same_memory(slot: Bytes, other: Bytes) -> bool:
+    """Whether `other` begins inside `slot`."""
     start = slot.__array_interface__["data"][0]
     return bool(start <= other.__array_interface__["data"][0] < start + max(slot.nbytes, 1))
