@@ -13,7 +13,9 @@ from ckpt.errors import NoSnapshot
 from ckpt.format.names import ALIVE, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
 from ckpt.history.catalog import read_history
 from recovery.verify import Finding, verify
-from storage_backends.base import Entry, Store
+from storage_backends.base import Store
+
+PREFIXES = (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)
 
 
 def command(
@@ -65,19 +67,13 @@ def _checked(store: Store, only: SnapshotId | None) -> dict[str, int]:
     """
     if only is not None:
         return {}
-    of_prefix: dict[str, list[Entry]] = {prefix: [] for prefix in (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)}
-    ours = False
-    for entry in store.list(""):
-        folder = entry.key.partition("/")[0] + "/"
-        if folder in of_prefix:
-            of_prefix[folder].append(entry)
-        ours |= folder in of_prefix or entry.key == STORE_KEY
+    ours = [e for e in store.list("") if e.key == STORE_KEY or e.key.startswith(PREFIXES)]
     if not ours:
         raise NoSnapshot(f"{store.url}: no checkpoint store is there, so there is nothing to check; is the URL right?")
     return {
-        "snapshots": len(of_prefix[SNAPSHOTS]),
-        "packs": len(of_prefix[PACKS]),
-        "bytes": sum(entry.size for entries in of_prefix.values() for entry in entries),
+        "snapshots": sum(e.key.startswith(SNAPSHOTS) for e in ours),
+        "packs": sum(e.key.startswith(PACKS) for e in ours),
+        "bytes": sum(e.size for e in ours),
     }
 
 
