@@ -1,0 +1,253 @@
+"""What this node still holds: the mirrors of its ranks, and for a stored chunk the place where its bytes lie.
+
+A mirror is looked into, never believed. Its records say where a box of a leaf would be; what lies there is offered only
+if it has the digest that the snapshot's part gives. So it does not matter how a mirror went wrong (a flipped bit, a cut
+file, a step that was never committed, another run's bytes under the same name): it offers nothing, and is named in
+`Holdings.problems`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt.format.names import SnapshotId
+from ckpt.mirror.folders import Folder, rank_of
+from ckpt.mirror.records import Head, Placed, read_head, read_layout, read_slot
+from recovery.boxes import Bytes
+from recovery.holdings import HeldChunk, Holding, cover
+from recovery.parallel import in_threads
+from recovery.spans import StoredChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a mirror, or some of it, is not used."""
+
+    path: Path
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+
+class Held(Struct, frozen=True):
+    """One whole slot, in few words, for peers. `rank`, `world_size`, `run`, `step`: of the save that filled it.
+    `complete`: it says what lies where (its bytes are checked when they are used); equal layouts have
+    equal `layout`."""
+
+    rank: int
+    world_size: int
+    run: str
+    step: int
+    nbytes: int
+    layout: str
+    complete: bool
+
+
+@dataclass(eq=False)
+class Holdings:
+    """All whole slots of a store's mirrors on this node. A context manager; `find` may be called by many threads."""
+
+    slots: tuple[Holding, ...]
+    files: tuple[Path, ...]
+    prefer: int | None
+    _fds: list[int]
+    _problems: list[Problem]
+    _damage: dict[Holding, tuple[int, str]] = field(default_factory=dict)
+    _orders: dict[SnapshotId, tuple[tuple[Holding, ...], ...]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _scratch: threading.local = field(default_factory=threading.local)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What was not used, and why; grows while chunks are looked for."""
+        with self._lock:
+            found = [
+                Problem(
+                    holding.path,
+                    f"slot {holding.number} (rank {holding.rank}, step {holding.id.short}): {count} chunks are not "
+                    f"what the store says they are, the first of them {text}",
+                )
+                for holding, (count, text) in self._damage.items()
+            ]
+            return (*self._problems, *found)
+
+    @property
+    def summary(self) -> tuple[Held, ...]:
+        """One entry per whole slot, sorted."""
+        held = [
+            Held(h.rank, h.record.world_size, h.record.run, h.id.step, h.record.nbytes, h.layout, h.places is not None)
+            for h in self.slots
+        ]
+        return tuple(sorted(held, key=lambda h: (h.rank, h.run, h.step)))
+
+    def of(self, id_: SnapshotId, rank: int) -> Holding | None:
+        """The slot that one rank filled at one step."""
+        return next((h for h in self.slots if h.id == id_ and h.rank == rank and h.places is not None), None)
+
+    def find(self, chunk: StoredChunk, id_: SnapshotId) -> HeldChunk | None:
+        """A place where this chunk lies, looked at and found to have its digest.
+
+        Slots of the snapshot `id_` come first, that of rank `prefer` before the others; then the same slots together
+        (a node's ranks share what they mirror of replicas); then slots of other steps, where what did not change since
+        is the same.
+        """
+        out = self._buffer(chunk.nbytes)
+        for slots in self._order(id_):
+            pieces = cover(chunk, slots)
+            if pieces is None:
+                continue
+            held = HeldChunk(chunk, pieces)
+            try:
+                good = held.read(out)
+            except OSError as error:
+                good, text = False, str(error)
+            else:
+                text = f"{chunk.spans[0].leaf} {chunk.spans[0].box}, expected digest {chunk.digest}"
+            if good:
+                return held
+            if all(holding.id == id_ for holding in slots):
+                self._note_damage(held, text)
+        return None
+
+    def find_all(
+        self, chunks: Iterable[StoredChunk], id_: SnapshotId, *, threads: int
+    ) -> Iterator[tuple[StoredChunk, HeldChunk | None]]:
+        """`find` for each, in parallel, in the order they finish."""
+        return in_threads(chunks, lambda chunk: (chunk, self.find(chunk, id_)), threads=threads)
+
+    def close(self) -> None:
+        """Places that were found can no longer be read."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def __enter__(self) -> Holdings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _order(self, id_: SnapshotId) -> tuple[tuple[Holding, ...], ...]:
+        with self._lock:
+            order = self._orders.get(id_)
+            if order is not None:
+                return order
+            slots = sorted(
+                (h for h in self.slots if h.places is not None), key=lambda h: (h.rank != self.prefer, h.rank)
+            )  # fmt: skip
+            these = tuple(h for h in slots if h.id == id_)
+            order = (*((h,) for h in these), *((these,) if len(these) > 1 else ()))
+            order += tuple((h,) for h in slots if h.id != id_)
+            self._orders[id_] = order
+            for path in self.files:
+                steps = [h.id.short for h in slots if h.path == path]
+                if steps and all(h.id != id_ for h in slots if h.path == path):
+                    text = f"holds step {' and '.join(sorted(steps))}, not {id_.short}: only what is equal serves"
+                    self._problems.append(Problem(path, text))
+            return order
+
+    def _note_damage(self, held: HeldChunk, text: str) -> None:
+        with self._lock:
+            count, first = self._damage.get(held.holding, (0, text))
+            self._damage[held.holding] = count + 1, first
+
+    def _buffer(self, nbytes: int) -> Bytes:
+        mine: Bytes | None = getattr(self._scratch, "data", None)
+        if mine is None or mine.nbytes < nbytes:
+            mine = self._scratch.data = np.empty(nbytes, np.uint8)
+        return mine[:nbytes]
+
+
+def survey(bases: Iterable[Path], store: str, *, prefer: int | None = None) -> Holdings:
+    """Look at every mirror of a store below these folders. Records only; no data is read yet.
+
+    Args:
+        bases: e.g. ``[folder_of("auto")]``; one that is not there holds nothing.
+        store: `ckpt.mirror.folders.store_identity`.
+        prefer: whose mirror comes first: the caller's own (former) rank.
+    """
+    slots: list[Holding] = []
+    files: list[Path] = []
+    fds: list[int] = []
+    problems: list[Problem] = []
+    layouts: dict[str, Mapping[str, Sequence[Placed]]] = {}
+    try:
+        for base in dict.fromkeys(bases):
+            _survey_folder(base, store, slots, files, fds, problems, layouts)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return Holdings(tuple(slots), tuple(files), prefer, fds, problems)
+
+
+def _survey_folder(
+    base: Path,
+    store: str,
+    slots: list[Holding],
+    files: list[Path],
+    fds: list[int],
+    problems: list[Problem],
+    layouts: dict[str, Mapping[str, Sequence[Placed]]],
+) -> None:
+    try:
+        with Folder.open(base) as outer, outer.sub(store) as folder:
+            for name in folder.names():
+                if rank_of(name) is None:
+                    continue
+                path = folder.path / name
+                try:
+                    fd = folder.open_file(name)
+                    fds.append(fd)
+                    head = read_head(fd)
+                    if head.store != store:
+                        raise ValueError(f"is of another store ({head.store}, not {store})")
+                except FileNotFoundError:
+                    continue  # swept meanwhile
+                except (OSError, ValueError) as error:
+                    problems.append(Problem(path, getattr(error, "strerror", None) or str(error)))
+                    continue
+                files.append(path)
+                for number in (0, 1):
+                    try:
+                        if (holding := _holding(fd, path, number, head, layouts, problems)) is not None:
+                            slots.append(holding)
+                    except (OSError, ValueError) as error:
+                        problems.append(Problem(path, f"slot {number}: {error}"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(Problem(base, error.strerror or str(error)))
+
+
+def _holding(
+    fd: int,
+    path: Path,
+    number: int,
+    head: Head,
+    layouts: dict[str, Mapping[str, Sequence[Placed]]],
+    problems: list[Problem],
+) -> Holding | None:
+    record = read_slot(fd, number, head)
+    if record is None:
+        problems.append(Problem(path, f"slot {number} is empty, or was being filled"))
+        return None
+    digest = record.layout[2]
+    places = layouts.get(digest)
+    if places is None:
+        try:
+            by_leaf: dict[str, list[Placed]] = {}
+            for placed in read_layout(fd, record):
+                by_leaf.setdefault(placed.shard.leaf.path, []).append(placed)
+            places = layouts[digest] = by_leaf
+        except (OSError, ValueError) as error:
+            problems.append(Problem(path, f"slot {number}: {error}"))
+    return Holding(path, number, record, head.slots[number], fd, places)
