@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.format.codec import KINDS, NEEDS_BASE, Codec
+from ckpt.format.codec import Codec
+from ckpt.format.kinds import KINDS, NEEDS_BASE
 from ckpt.format.manifest import Blob
 from ckpt.format.shards import DTYPES
 

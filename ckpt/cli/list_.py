@@ -21,7 +21,7 @@ from ckpt.cli.screen import (
     print_table,
     warn,
 )
-from ckpt.format.codec import KINDS
+from ckpt.format.kinds import KINDS
 from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import History, read_history
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,6 @@ import typer
 
 from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId
-from ckpt.format.values import TorchName
 from ckpt.history.catalog import History, find
 from storage_backends import open_store
 from storage_backends.base import Store
@@ -27,8 +25,6 @@ StorageOptions = Annotated[
     typer.Option("--storage-option", metavar="KEY=VALUE", help="Passed to the store's fsspec file system; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-_EXACT = 2**53
 
 FOLDED = 16
 """Characters that a column keeps at least when it is folded."""
@@ -68,36 +64,6 @@ def pins_of(history: History, id_: SnapshotId) -> list[str]:
 
 def print_json(document: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
-
-
-def jsonable(value: Any) -> Any:
-    """A restored value as JSON says it. What JSON has no word for (bytes, sets, NaN, integers that readers would round)
-    becomes its Python text."""
-    match value:
-        case None | bool():
-            return value
-        case int():
-            return value if abs(value) <= _EXACT else value_text(value)
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case str():
-            return value if _encodes(value) else ascii(value)
-        case list() | tuple():
-            return [jsonable(item) for item in value]
-        case dict() if all(isinstance(key, str) and _encodes(key) for key in value):
-            return {key: jsonable(item) for key, item in value.items()}
-        case _:
-            return printable(value_text(value))
-
-
-def value_text(value: Any) -> str:
-    """A restored value as Python would write it."""
-    if isinstance(value, TorchName):
-        return value.text
-    try:
-        return repr(value)
-    except ValueError:  # an integer of more than 4300 digits, which Python does not write in decimal
-        return hex(value) if isinstance(value, int) else f"a {type(value).__name__} with an integer too large to write"
 
 
 def print_table(
@@ -197,11 +163,3 @@ def age_text(when: float | None, *, now: float | None = None) -> str:
 
 def warn(text: str) -> None:
     print(f"ckpt: {printable(text)}", file=sys.stderr)
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

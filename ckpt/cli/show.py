@@ -17,7 +17,6 @@ from ckpt.cli.screen import (
     bytes_text,
     count,
     cut,
-    jsonable,
     metrics_text,
     named,
     open_url,
@@ -25,8 +24,8 @@ from ckpt.cli.screen import (
     print_json,
     print_table,
     printable,
-    value_text,
 )
+from ckpt.cli.spelling import jsonable, value_text
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow
 from ckpt.format.values import decode, flat
 from ckpt.history.catalog import read_history

@@ -1,4 +1,4 @@
-"""Chunks to blobs and back, bit-exact on any bytes. The kinds below are for ever: numbers are never reused.
+"""Chunks to blobs and back, bit-exact on any bytes. The kinds are for ever: numbers (kinds.py) are never reused.
 
 Every integer in a blob is little-endian. A chunk of `len` bytes is ``n = len // word`` *words* of ``DType.word`` bytes
 and a *tail* of ``len % word`` bytes (none in a chunk of whole elements). The chunk's length, dtype and kind, and the
@@ -43,6 +43,7 @@ import numpy as np
 import zstandard
 
 from ckpt.format import sparse
+from ckpt.format.kinds import KINDS, NEEDS_BASE, PLANES, RAW, SPARSE, SUB, XOR, ZSTD
 from ckpt.format.shards import DType
 from ckpt.format.words import (
     NOISE,
@@ -58,12 +59,6 @@ from ckpt.format.words import (
     words_of,
 )
 from storage_backends.base import Buffer
-
-RAW, ZSTD, PLANES, SUB, XOR, SPARSE = range(6)
-
-KINDS: dict[int, str] = {RAW: "raw", ZSTD: "zstd", PLANES: "planes", SUB: "sub", XOR: "xor", SPARSE: "sparse"}
-
-NEEDS_BASE = frozenset({SUB, XOR, SPARSE})
 
 LEVEL = 1
 """zstd's level. Higher ones cost several times the time and win one or two percent on planes."""

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from ckpt.format.codec import KINDS, NEEDS_BASE
+from ckpt.format.kinds import KINDS, NEEDS_BASE
 from ckpt.format.manifest import Natural, digest64
 from ckpt.format.shards import DTYPES
 from storage_backends.base import Buffer

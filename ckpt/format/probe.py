@@ -17,7 +17,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ckpt.format.codec import LEVEL, PLANES, RAW, SPARSE, SUB, XOR, ZSTD, orders
+from ckpt.format.codec import LEVEL, orders
+from ckpt.format.kinds import PLANES, RAW, SPARSE, SUB, XOR, ZSTD
 from ckpt.format.shards import DType
 from ckpt.format.words import NOISE, Bytes, Words, difference, entropies, histograms, sample, words_of
 

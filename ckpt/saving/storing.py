@@ -12,7 +12,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from ckpt.format.codec import KINDS, Codec
+from ckpt.format.codec import Codec
+from ckpt.format.kinds import KINDS
 from ckpt.format.manifest import Blob, Chunk
 from ckpt.format.probe import Learned
 from ckpt.saving.breath import Breath

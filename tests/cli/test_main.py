@@ -123,7 +123,7 @@ def test_ctrl_c_is_130_and_one_line(ckpt: Ckpt, tmp_path: Path, monkeypatch: pyt
 def test_only_the_verb_that_is_asked_for_is_loaded() -> None:
     code = (
         "import sys; from ckpt.cli import main; main(['list', '/nowhere']);"
-        "heavy = {'torch', 'fsspec', 'rich', 'recovery.verify', 'ckpt.cli.show'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'fsspec', 'rich', 'recovery.verify', 'ckpt.cli.show'} & set(sys.modules);"
         "sys.exit(' '.join(sorted(heavy)) or None)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

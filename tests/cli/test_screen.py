@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import math
 import os
 import pty
 import re
@@ -13,12 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ckpt.cli import screen
-from ckpt.cli.screen import age_text, bytes_text, count, cut, jsonable, open_url, print_json, print_table, printable
-from ckpt.format.values import TorchName
+from ckpt.cli.screen import age_text, bytes_text, count, cut, open_url, print_table, printable
 from storage_backends.base import Refused
 from tests.cli.living import chain
 
@@ -186,35 +182,3 @@ def test_a_storage_option_without_a_name_or_value_is_refused(option: str) -> Non
 def test_a_folder_takes_no_storage_options(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="a folder takes no storage options, found anon"):
         open_url(str(tmp_path), ["anon=true"])
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, None),
-        (True, True),
-        (2**53, 2**53),
-        (2**53 + 1, str(2**53 + 1)),
-        (-(2**80), str(-(2**80))),
-        (0.1, 0.1),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        ("ü层", "ü层"),
-        ("\ud800", r"'\ud800'"),
-        ((1, [2.5, math.inf]), [1, [2.5, "inf"]]),
-        ({"a": 1, "b": {"c": b"x"}}, {"a": 1, "b": {"c": "b'x'"}}),
-        ({1: "one"}, "{1: 'one'}"),
-        (np.float32(0.5), "np.float32(0.5)"),
-        (TorchName("dtype", "torch.float16"), "torch.float16"),
-        ({3}, "{3}"),
-    ],
-)
-def test_any_value_can_be_said_in_json(value: object, said: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """J6"""
-    print_json(jsonable(value))
-    assert json.loads(capsys.readouterr().out) == said
-
-
-def test_integers_too_large_for_decimal_are_still_said() -> None:
-    assert jsonable(1 << 20_000) == hex(1 << 20_000)
-    assert jsonable({1 << 20_000}) == "a set with an integer too large to write"

@@ -15,7 +15,7 @@ import torch
 
 import ckpt
 from ckpt.format import values
-from ckpt.format.codec import KINDS
+from ckpt.format.kinds import KINDS
 from ckpt.format.manifest import Alive, Part, PruneDoc, StoreDoc, unseal
 from ckpt.format.names import RunId, SnapshotId, alive_key, prune_key
 from ckpt.format.shards import DTYPES, Leaf, Shard, whole
