@@ -21,7 +21,7 @@ from ckpt.format.names import SnapshotId
 from ckpt.mirror.folders import Folder, rank_of
 from ckpt.mirror.records import Head, Placed, read_head, read_layout, read_slot
 from recovery.boxes import Bytes
-from recovery.holdings import HeldChunk, Holding, cover
+from recovery.mirrored import HeldChunk, Holding, cover
 from recovery.parallel import in_threads
 from recovery.spans import StoredChunk
 
