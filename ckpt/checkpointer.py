@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from types import TracebackType
@@ -423,12 +424,18 @@ class Checkpointer:
             return
         # What the body raised matters more than what the last save did; that is logged, and warned of by close().
         with contextlib.suppress(CheckpointError):
-            self.close()
+            self._leave()
+
+    def _leave(self, timeout: float | None = None) -> None:
+        """`close()` for a training that raised, perhaps because another rank died: nobody waits for its part."""
+        self._writer.leave()
+        self.close(timeout)
 
     def _flush_at_exit(self) -> None:
         """A script that falls off its end: its last save is made durable before the interpreter goes."""
         try:
-            self.close()
+            # Set when the interpreter has printed what the script raised.
+            self._leave() if hasattr(sys, "last_value") else self.close()
         except Exception as error:
             log.error("at exit: %s", error)
 

@@ -35,8 +35,9 @@ _R = TypeVar("_R")
 Where: TypeAlias = "str | os.PathLike[str] | Store"
 
 _PATIENCE = 60.0
-"""Seconds that the save in flight has left when the training function raises. Long enough for a usual upload; an
-unbounded wait would keep the failed rank of a job alive, and with it all the others, when the store is what failed."""
+"""Seconds that the save in flight has left when the training function raises, to store its own rank's share: nobody
+waits for other ranks then. Long enough for a usual upload; an unbounded wait would keep the failed rank of a job alive,
+and with it all the others, when the store is what failed."""
 
 
 class Run:
@@ -178,7 +179,7 @@ class Run:
         if self._saver is None:
             return
         try:
-            self._saver.close(timeout=_PATIENCE)
+            self._saver._leave(timeout=_PATIENCE)
         except Exception as second:
             log.warning("while leaving after %s: %s", type(error).__name__, second)
             error.add_note(f"ckpt, while leaving: {type(second).__name__}: {second}")

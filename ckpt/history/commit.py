@@ -79,7 +79,7 @@ def publish(
         world_size: number of ranks, hence of parts.
         own: this rank's part, already stored.
         wait: seconds to wait for the other ranks.
-        stopped: asked between looks; True gives up waiting.
+        stopped: asked before each look; True makes it the last one.
         breathe: called between parts and rows, to give way to the training thread.
         threads: parts read at once.
 
@@ -95,10 +95,12 @@ def publish(
     fresh = distance == 0  # nobody but this rank has had time to commit, so it need not look for that first
     while True:
         missing = "the parts of other ranks were not looked for"
+        # Asked before the look: whoever gives up has looked once more since, and commits if it was the last one in.
+        last = stopped()
         try:
             if distance and (seen := look(store, id, own)) is not None:
                 return seen
-            if clock.monotonic() >= turn:
+            if last or clock.monotonic() >= turn:
                 refs = step.listed()
                 if isinstance(refs, str):
                     missing = refs
@@ -115,7 +117,7 @@ def publish(
             if world_size == 1 or isinstance(error, Refused):
                 raise step.failed(str(error)) from error
             missing = f"the last look failed: {error}"
-        if stopped():
+        if last:
             raise step.failed(f"gave up waiting; {missing}")
         left = began + wait - clock.monotonic()
         if left <= 0:

@@ -155,6 +155,11 @@ class Writer:
         """Another rank failed to save `step`: do not wait for its commit any longer, if it is in flight."""
         self._abandoned = step
 
+    def leave(self) -> None:
+        """From now on store packs and part, and do not wait for those of other ranks: one of them may be gone. If none
+        is, whoever is last in finds all parts and commits."""
+        self._give_up = True
+
     def wait(self, timeout: float | None = None) -> bool:
         """Until no save is in flight and its `done` has returned; False if that takes longer than `timeout` s."""
         with self._changed:

@@ -73,6 +73,11 @@ class Double:
         if self.close_error is not None:
             raise self.close_error
 
+    def _leave(self, timeout: float | None = None) -> None:
+        self.calls.append(("leave", timeout))
+        if self.close_error is not None:
+            raise self.close_error
+
     @property
     def verbs(self) -> list[Any]:
         """The calls without metrics and counts."""
@@ -269,7 +274,7 @@ def test_track_twice_is_a_clear_error() -> None:
 
     with pytest.raises(CheckpointError, match="twice"):
         train()
-    assert only().verbs == [("restore",), ("close", loop._PATIENCE)]
+    assert only().verbs == [("restore",), ("leave", loop._PATIENCE)]
 
 
 def test_data_after_steps_without_data_is_a_clear_error() -> None:
@@ -405,7 +410,7 @@ def test_what_the_function_raises_goes_on_as_it_is_and_the_wait_is_bounded(error
     with pytest.raises(type(error)) as caught:
         train()
     assert caught.value is error
-    assert only().verbs == [("restore",), ("step", 1), ("step", 2), ("close", loop._PATIENCE)]
+    assert only().verbs == [("restore",), ("step", 1), ("step", 2), ("leave", loop._PATIENCE)]
 
 
 def test_a_failing_close_does_not_hide_what_the_function_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +449,7 @@ def test_what_restore_raises_leaves_no_open_checkpointer_behind(monkeypatch: pyt
 
     with pytest.raises(CheckpointError, match="damaged"):
         train()
-    assert only().verbs == [("close", loop._PATIENCE)]
+    assert only().verbs == [("leave", loop._PATIENCE)]
 
 
 def test_a_function_that_never_tracks_opens_nothing() -> None:

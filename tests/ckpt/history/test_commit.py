@@ -350,6 +350,15 @@ def test_waiting_ends_when_it_is_called_off() -> None:
     assert len(clock.slept) == 3
 
 
+def test_whoever_is_called_off_before_its_turn_still_commits_if_all_parts_are_there() -> None:
+    """A rank that leaves must not leave a complete step without its commit: it may be the last one in."""
+    store, clock = MemoryStore(), FakeClock()
+    owns = together(store, 3)
+    late = max(range(3), key=lambda rank: (rank - ID.step) % 3)
+    assert published(store, owns[late], clock, rank=late, ranks=3, stopped=lambda: True).id == ID
+    assert not clock.slept
+
+
 def test_one_failed_look_does_not_end_the_wait_for_others_but_a_lone_rank_gives_up() -> None:
     inner = MemoryStore()
     owns = together(inner, 2)
