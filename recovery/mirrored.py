@@ -25,7 +25,7 @@ MAX_HULL = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class HeldSlot:
     """One whole slot of one mirror file. `places`: leaf → where its boxes lie; None if that cannot be read."""
 
     path: Path
@@ -64,13 +64,13 @@ class Holding:
 class _Straight:
     """Bytes of a chunk that follow each other in a slot too."""
 
-    holding: Holding
+    slot: HeldSlot
     start: int
     nbytes: int
     at: int
 
     def read(self, out: Bytes) -> bool:
-        return self.holding.read(out[self.at : self.at + self.nbytes], self.start)
+        return self.slot.read(out[self.at : self.at + self.nbytes], self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class _Gathered:
 
     span: Span
     nbytes: int
-    runs: tuple[tuple[Holding, int, int, Copy], ...]
+    runs: tuple[tuple[HeldSlot, int, int, Copy], ...]
 
     def read(self, out: Bytes) -> bool:
         box = np.empty(self.nbytes, np.uint8)
-        for holding, start, nbytes, copy in self.runs:
+        for slot, start, nbytes, copy in self.runs:
             piece = np.empty(nbytes, np.uint8)
-            if not holding.read(piece, start):
+            if not slot.read(piece, start):
                 return False
             carry_out(copy, piece, box)
         span = self.span
@@ -101,14 +101,25 @@ class HeldChunk:
     pieces: tuple[_Straight | _Gathered, ...]
 
     @property
-    def holding(self) -> Holding:
-        """Where the first of its bytes lies; mostly all of them."""
-        first = self.pieces[0]
-        return first.holding if isinstance(first, _Straight) else first.runs[0][0]
+    def slots(self) -> tuple[HeldSlot, ...]:
+        """The slots its bytes lie in; mostly one."""
+        found: dict[HeldSlot, None] = {}
+        for piece in self.pieces:
+            match piece:
+                case _Straight(slot=slot):
+                    found[slot] = None
+                case _Gathered(runs=runs):
+                    found.update((run[0], None) for run in runs)
+        return tuple(found)
+
+    @property
+    def slot(self) -> HeldSlot:
+        """The slot in which the first of its bytes lies."""
+        return self.slots[0]
 
     @property
     def start(self) -> int | None:
-        """Byte of `holding` from which the chunk lies in one run; None if it does not."""
+        """Byte of `slot` from which the chunk lies in one run; None if it does not."""
         match self.pieces:
             case (_Straight(start=start),):
                 return start
@@ -122,7 +133,7 @@ class HeldChunk:
         return whole and chunk_digest(self.chunk.dtype, out) == self.chunk.digest
 
 
-def cover(chunk: StoredChunk, slots: Sequence[Holding]) -> tuple[_Straight | _Gathered, ...] | None:
+def cover(chunk: StoredChunk, slots: Sequence[HeldSlot]) -> tuple[_Straight | _Gathered, ...] | None:
     """How these slots give all bytes of a chunk; None if they do not have them."""
     pieces: list[_Straight | _Gathered] = []
     at = 0
@@ -135,36 +146,36 @@ def cover(chunk: StoredChunk, slots: Sequence[Holding]) -> tuple[_Straight | _Ga
         if (
             isinstance(piece, _Straight)
             and isinstance(last, _Straight)
-            and last.holding is piece.holding
+            and last.slot is piece.slot
             and last.start + last.nbytes == piece.start
         ):
             # The small leaves of a bundle lie side by side here as there: one read, not a thousand.
-            pieces[-1] = _Straight(last.holding, last.start, last.nbytes + piece.nbytes, last.at)
+            pieces[-1] = _Straight(last.slot, last.start, last.nbytes + piece.nbytes, last.at)
         else:
             pieces.append(piece)
     return tuple(pieces) if at == chunk.nbytes and pieces else None
 
 
-def _cover_span(span: Span, dtype: str, slots: Sequence[Holding]) -> _Straight | _Gathered | None:
+def _cover_span(span: Span, dtype: str, slots: Sequence[HeldSlot]) -> _Straight | _Gathered | None:
     size = DTYPES[dtype].size
-    meeting: list[tuple[Holding, Placed]] = []
-    for holding in slots:
-        assert holding.places is not None, "slots that say nothing are left out"
-        for placed in holding.places.get(span.leaf, ()):
+    meeting: list[tuple[HeldSlot, Placed]] = []
+    for slot in slots:
+        assert slot.places is not None, "slots that say nothing are left out"
+        for placed in slot.places.get(span.leaf, ()):
             held = placed.shard
             if held.leaf.dtype != dtype or held.per_rank != (span.rank is not None):
                 continue
-            if (held.per_rank and holding.rank != span.rank) or len(held.box.offsets) != len(span.box.offsets):
+            if (held.per_rank and slot.rank != span.rank) or len(held.box.offsets) != len(span.box.offsets):
                 continue
             copy = copies(held.box, span.box, size)
             if copy is None:
                 continue
             if isinstance(copy, Run) and copy.stop - copy.start == span.box.numel * size:
                 start = placed.start + copy.start + span.start
-                return _Straight(holding, start, span.stop - span.start, span.at)
-            meeting.append((holding, placed))
-    runs: dict[Box, tuple[Holding, int, int, Copy]] = {}
-    for holding, placed in meeting:
+                return _Straight(slot, start, span.stop - span.start, span.at)
+            meeting.append((slot, placed))
+    runs: dict[Box, tuple[HeldSlot, int, int, Copy]] = {}
+    for slot, placed in meeting:
         held_box = placed.shard.box
         common = held_box.intersect(span.box)
         assert common is not None, "only boxes that meet are here"
@@ -172,7 +183,7 @@ def _cover_span(span: Span, dtype: str, slots: Sequence[Holding]) -> _Straight |
         into, out = copies(held_box, hull, size), copies(hull, span.box, size)
         assert isinstance(into, Run) and out is not None, "a hull is one run of its box"
         if into.stop - into.start <= MAX_HULL:
-            runs.setdefault(common, (holding, placed.start + into.start, into.stop - into.start, out))
+            runs.setdefault(common, (slot, placed.start + into.start, into.stop - into.start, out))
     if not runs or uncovered(span.box.lengths, [box.relative_to(span.box) for box in runs]) is not None:
         return None
     return _Gathered(span, span.box.numel * size, tuple(runs.values()))

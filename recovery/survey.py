@@ -21,7 +21,7 @@ from ckpt.format.names import SnapshotId
 from ckpt.mirror.folders import Folder, rank_of
 from ckpt.mirror.records import Head, Placed, read_head, read_layout, read_slot
 from recovery.boxes import Bytes
-from recovery.mirrored import HeldChunk, Holding, cover
+from recovery.mirrored import HeldChunk, HeldSlot, cover
 from recovery.parallel import in_threads
 from recovery.spans import StoredChunk
 
@@ -55,13 +55,13 @@ class Held(Struct, frozen=True):
 class Holdings:
     """All whole slots of a store's mirrors on this node. A context manager; `find` may be called by many threads."""
 
-    slots: tuple[Holding, ...]
+    slots: tuple[HeldSlot, ...]
     files: tuple[Path, ...]
     prefer: int | None
     _fds: list[int]
     _problems: list[Problem]
-    _damage: dict[Holding, tuple[int, str]] = field(default_factory=dict)
-    _orders: dict[SnapshotId, tuple[tuple[Holding, ...], ...]] = field(default_factory=dict)
+    _damage: dict[HeldSlot, tuple[int, str]] = field(default_factory=dict)
+    _orders: dict[SnapshotId, tuple[tuple[HeldSlot, ...], ...]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _scratch: threading.local = field(default_factory=threading.local)
 
@@ -71,11 +71,11 @@ class Holdings:
         with self._lock:
             found = [
                 Problem(
-                    holding.path,
-                    f"slot {holding.number} (rank {holding.rank}, step {holding.id.short}): {count} chunks are not "
+                    slot.path,
+                    f"slot {slot.number} (rank {slot.rank}, step {slot.id.short}): {count} chunks are not "
                     f"what the store says they are, the first of them {text}",
                 )
-                for holding, (count, text) in self._damage.items()
+                for slot, (count, text) in self._damage.items()
             ]
             return (*self._problems, *found)
 
@@ -88,7 +88,7 @@ class Holdings:
         ]
         return tuple(sorted(held, key=lambda h: (h.rank, h.run, h.step)))
 
-    def of(self, id_: SnapshotId, rank: int) -> Holding | None:
+    def of(self, id_: SnapshotId, rank: int) -> HeldSlot | None:
         """The slot that one rank filled at one step."""
         return next((h for h in self.slots if h.id == id_ and h.rank == rank and h.places is not None), None)
 
@@ -105,6 +105,8 @@ class Holdings:
             if pieces is None:
                 continue
             held = HeldChunk(chunk, pieces)
+            if len(slots) > 1 and len(held.slots) == 1:
+                continue  # looked at already, by itself
             try:
                 good = held.read(out)
             except OSError as error:
@@ -113,7 +115,7 @@ class Holdings:
                 text = f"{chunk.spans[0].leaf} {chunk.spans[0].box}, expected digest {chunk.digest}"
             if good:
                 return held
-            if all(holding.id == id_ for holding in slots):
+            if slots[0].id == id_:
                 self._note_damage(held, text)
         return None
 
@@ -135,7 +137,7 @@ class Holdings:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _order(self, id_: SnapshotId) -> tuple[tuple[Holding, ...], ...]:
+    def _order(self, id_: SnapshotId) -> tuple[tuple[HeldSlot, ...], ...]:
         with self._lock:
             order = self._orders.get(id_)
             if order is not None:
@@ -156,8 +158,8 @@ class Holdings:
 
     def _note_damage(self, held: HeldChunk, text: str) -> None:
         with self._lock:
-            count, first = self._damage.get(held.holding, (0, text))
-            self._damage[held.holding] = count + 1, first
+            count, first = self._damage.get(held.slot, (0, text))
+            self._damage[held.slot] = count + 1, first
 
     def _buffer(self, nbytes: int) -> Bytes:
         mine: Bytes | None = getattr(self._scratch, "data", None)
@@ -174,80 +176,76 @@ def survey(bases: Iterable[Path], store: str, *, prefer: int | None = None) -> H
         store: `ckpt.mirror.folders.store_identity`.
         prefer: whose mirror comes first: the caller's own (former) rank.
     """
-    slots: list[Holding] = []
-    files: list[Path] = []
-    fds: list[int] = []
-    problems: list[Problem] = []
-    layouts: dict[str, Mapping[str, Sequence[Placed]]] = {}
+    looking = _Looking(store)
     try:
         for base in dict.fromkeys(bases):
-            _survey_folder(base, store, slots, files, fds, problems, layouts)
+            looking.folder(base)
     except BaseException:
-        for fd in fds:
+        for fd in looking.fds:
             os.close(fd)
         raise
-    return Holdings(tuple(slots), tuple(files), prefer, fds, problems)
+    return Holdings(tuple(looking.slots), tuple(looking.files), prefer, looking.fds, looking.problems)
 
 
-def _survey_folder(
-    base: Path,
-    store: str,
-    slots: list[Holding],
-    files: list[Path],
-    fds: list[int],
-    problems: list[Problem],
-    layouts: dict[str, Mapping[str, Sequence[Placed]]],
-) -> None:
-    try:
-        with Folder.open(base) as outer, outer.sub(store) as folder:
-            for name in folder.names():
-                if rank_of(name) is None:
-                    continue
-                path = folder.path / name
-                try:
-                    fd = folder.open_file(name)
-                    fds.append(fd)
-                    head = read_head(fd)
-                    if head.store != store:
-                        raise ValueError(f"is of another store ({head.store}, not {store})")
-                except FileNotFoundError:
-                    continue  # swept meanwhile
-                except (OSError, ValueError) as error:
-                    problems.append(Problem(path, getattr(error, "strerror", None) or str(error)))
-                    continue
-                files.append(path)
-                for number in (0, 1):
-                    try:
-                        if (holding := _holding(fd, path, number, head, layouts, problems)) is not None:
-                            slots.append(holding)
-                    except (OSError, ValueError) as error:
-                        problems.append(Problem(path, f"slot {number}: {error}"))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        problems.append(Problem(base, error.strerror or str(error)))
+@dataclass(eq=False)
+class _Looking:
+    """A survey under way."""
 
+    store: str
+    slots: list[HeldSlot] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    # By digest and length: both slots of a file mostly have one layout, which may list 20,000 leaves.
+    layouts: dict[tuple[str, int], Mapping[str, Sequence[Placed]]] = field(default_factory=dict)
 
-def _holding(
-    fd: int,
-    path: Path,
-    number: int,
-    head: Head,
-    layouts: dict[str, Mapping[str, Sequence[Placed]]],
-    problems: list[Problem],
-) -> Holding | None:
-    record = read_slot(fd, number, head)
-    if record is None:
-        problems.append(Problem(path, f"slot {number} is empty, or was being filled"))
-        return None
-    digest = record.layout[2]
-    places = layouts.get(digest)
-    if places is None:
+    def folder(self, base: Path) -> None:
         try:
-            by_leaf: dict[str, list[Placed]] = {}
-            for placed in read_layout(fd, record):
-                by_leaf.setdefault(placed.shard.leaf.path, []).append(placed)
-            places = layouts[digest] = by_leaf
+            with Folder.open(base) as outer, outer.sub(self.store) as folder:
+                for name in folder.names():
+                    if rank_of(name) is not None:
+                        self.file(folder, name)
+        except FileNotFoundError:
+            return  # nobody has a mirror of this store here
+        except OSError as error:
+            self.problems.append(Problem(base, error.strerror or str(error)))
+
+    def file(self, folder: Folder, name: str) -> None:
+        path = folder.path / name
+        try:
+            fd = folder.open_file(name)
+            self.fds.append(fd)
+            head = read_head(fd)
+            if head.store != self.store:
+                raise ValueError(f"is of another store: {head.store}, expected {self.store}")
+        except FileNotFoundError:
+            return  # swept meanwhile
         except (OSError, ValueError) as error:
-            problems.append(Problem(path, f"slot {number}: {error}"))
-    return Holding(path, number, record, head.slots[number], fd, places)
+            self.problems.append(Problem(path, getattr(error, "strerror", None) or str(error)))
+            return
+        self.files.append(path)
+        for number in (0, 1):
+            try:
+                self.slot(path, fd, number, head)
+            except (OSError, ValueError) as error:
+                self.problems.append(Problem(path, f"slot {number}: {error}"))
+
+    def slot(self, path: Path, fd: int, number: int, head: Head) -> None:
+        record = read_slot(fd, number, head)
+        if record is None:
+            self.problems.append(Problem(path, f"slot {number} is empty, or was being filled"))
+            return
+        key = record.layout[2], record.nbytes
+        places = self.layouts.get(key)
+        try:
+            if places is None:
+                places = self.layouts[key] = _by_leaf(read_layout(fd, record))
+        finally:
+            self.slots.append(HeldSlot(path, number, record, head.slots[number], fd, places))
+
+
+def _by_leaf(layout: Iterable[Placed]) -> Mapping[str, Sequence[Placed]]:
+    found: dict[str, list[Placed]] = {}
+    for placed in layout:
+        found.setdefault(placed.shard.leaf.path, []).append(placed)
+    return found
