@@ -18,6 +18,7 @@ VERBS = {
     "show": "ckpt.cli.show",
     "verify": "ckpt.cli.verify",
     "prune": "ckpt.cli.prune",
+    "mirrors": "ckpt.cli.mirrors",
 }
 """Verb → the module whose `command` does it."""
 
