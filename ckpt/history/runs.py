@@ -10,6 +10,7 @@ one finds the newer one's document before its next snapshot, and stops.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -311,6 +312,7 @@ def _largest_generation(store: Store, newest: RunId | None) -> int:
     return largest
 
 
+@functools.cache  # finding them out is slower than all the rest of opening a run
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("incremental-ckpt", "torch"):

@@ -38,6 +38,7 @@ class FaultyStore:
     Attributes:
         calls: every call made, as (verb, key), in order. The key of a list is its prefix.
         fired: whether the fault has happened.
+        struck: the call at which it happened first, as in `calls`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FaultyStore:
         self._dead = False
         self.calls: list[tuple[str, str]] = []
         self.fired = False
+        self.struck: tuple[str, str] | None = None
 
     @property
     def url(self) -> str:
@@ -122,6 +124,7 @@ class FaultyStore:
             if self._counted != self._at and not (self._for_ever and self._counted > self._at):
                 return False
             self.fired = True
+            self.struck = self.struck or (verb, key)
             self._dead = self._crashes
             return True
 

@@ -1,0 +1,172 @@
+"""A fault at every single call that a job makes to its store, once and for ever, landing and not: whatever is listed
+afterwards is whole, the newest of it comes back, and the next save is right."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt import checkpointer
+from ckpt.history.clock import SystemClock
+from ckpt.history.retention import execute, plan_prune
+from ckpt.saving.writer import WriterSettings
+from storage_backends.base import Refused, StorageError, Store
+from storage_backends.memory import MemoryStore
+from storage_backends.retry import RetryingStore
+from tests.faults.living import Book, Process, check_goes_on, check_store
+from tests.support.faulty import WRITES, Crash, FaultyStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several packs per save of a few chunks, so that a save is many calls."""
+    monkeypatch.setattr(checkpointer, "WriterSettings", partial(WriterSettings, pack_limit=8192, workers=1))
+
+
+@pytest.fixture(autouse=True)
+def no_noise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The threads of a process that has crashed end as they may, and hundreds of warnings tell nobody anything."""
+    caplog.set_level(logging.CRITICAL)
+    told = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, Crash):
+            told(args)
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+
+
+class Start:
+    """A store, and the book of what is on it."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.book = Book()
+
+    def copy(self) -> Start:
+        other = Start()
+        for entry in self.store.list(""):
+            other.store.put(entry.key, self.store.get(entry.key))
+        other.book = Book(dict(self.book.pages), self.book.told)
+        return other
+
+
+Story = Callable[[Store, Book], None]
+
+
+def first_start(store: Store, book: Book) -> None:
+    """On an empty store: two saves, the second of deltas."""
+    with Process(store, book) as process:
+        process.restore()
+        process.save()
+        process.save()
+
+
+def second_start(store: Store, book: Book) -> None:
+    """Saves on what a restart brought back, and on what a restore without one did; then a prune by hand. (One beside
+    the saves, as `keep` does it, would make their calls fall differently each time.)"""
+    with Process(store, book) as process:
+        process.restore()
+        process.save()
+        process.restore()
+        process.save()
+    plan = plan_prune(store, ckpt.Keep(last=2), grace=0, threads=1)
+    execute(plan, store, clock=SystemClock(), threads=1)
+
+
+@pytest.fixture(scope="module")
+def begun() -> Start:
+    """A store on which a job has saved four times, in two starts."""
+    start = Start()
+    for _ in range(2):
+        first_start(start.store, start.book)
+    assert start.book.told == 4
+    return start
+
+
+def the_fault_alone(store: FaultyStore) -> Store:
+    return store
+
+
+def retried(store: FaultyStore) -> Store:
+    """As a store that was opened by its URL is; nobody waits."""
+    return RetryingStore(store, sleep=lambda seconds: None)
+
+
+def at_every_call(
+    start: Start, story: Story, *, at: str = "fail_at", through: Callable[[FaultyStore], Store] = the_fault_alone,
+    all_told: bool = False, **fault: Any,
+) -> tuple[int, set[tuple[str, str]]]:  # fmt: skip
+    """Play a story of two saves with the fault at each of its calls in turn, and look at what is left each time.
+
+    Args:
+        at: "fail_at" or "crash_at".
+        all_told: every save must succeed in spite of the fault.
+
+    Returns:
+        how many calls the fault struck, and which: (verb, folder).
+    """
+    struck: set[tuple[str, str]] = set()
+    for n in count(1):
+        now = start.copy()
+        before = now.book.told
+        # The heartbeat beats by the clock, beside the story; no save and no restore looks at it.
+        named = {at: n, "where": lambda key: not key.startswith("alive/"), **fault}
+        store = FaultyStore(now.store, **named)
+        try:
+            story(through(store), now.book)
+        except (Crash, StorageError):
+            assert store.fired
+        if all_told or not store.fired:
+            assert now.book.told == before + 2
+        check_store(now.store, now.book)
+        check_goes_on(now.store, now.book)
+        if store.struck is None:
+            return n - 1, struck
+        struck.add((store.struck[0], store.struck[1].partition("/")[0]))
+    raise AssertionError
+
+
+SAVING = {("put", folder) for folder in ("runs", "packs", "parts", "snapshots")}
+PRUNING = {("put", "prunes")} | {("delete", folder) for folder in ("snapshots", "parts", "packs", "prunes")}
+LOOKING = {("get", "snapshots"), ("get", "parts"), ("get", "runs"), ("get_range", "packs")} | {
+    ("list", folder) for folder in ("runs", "parts", "packs", "snapshots", "pins", "prunes")
+}
+
+CRASHES = [
+    pytest.param({"at": "crash_at"}, id="crash"),
+    pytest.param({"at": "crash_at", "lands": True, "verbs": WRITES}, id="crash-lands"),
+]
+FAILURES = [
+    pytest.param({}, id="once"),
+    pytest.param({"error": Refused, "verbs": WRITES}, id="refused"),
+    pytest.param({"lands": True, "verbs": WRITES, "through": retried, "all_told": True}, id="retried-lands"),
+    pytest.param({"for_ever": True}, id="for-ever"),
+    pytest.param({"for_ever": True, "error": Refused, "verbs": WRITES}, id="refused-for-ever"),
+]
+
+
+@pytest.mark.parametrize("fault", CRASHES + FAILURES)
+def test_a_fault_at_any_call_of_the_first_saves_leaves_only_whole_snapshots(fault: dict[str, Any]) -> None:
+    """A1, C1."""
+    calls, struck = at_every_call(Start(), first_start, **fault)
+    assert calls >= (14 if "verbs" in fault else 30)
+    assert struck >= SAVING
+
+
+@pytest.mark.parametrize("fault", CRASHES + FAILURES)
+def test_a_fault_at_any_call_after_a_restart_leaves_only_whole_snapshots(begun: Start, fault: dict[str, Any]) -> None:
+    """A1, C1: restores, deltas on what was restored, prunes."""
+    calls, struck = at_every_call(begun, second_start, **fault)
+    assert calls >= (35 if "verbs" in fault else 120)
+    assert struck >= SAVING | PRUNING
+    assert "verbs" in fault or struck >= LOOKING
