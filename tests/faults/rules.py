@@ -2,11 +2,12 @@
 from outside. The same rules watch the model and the real code; only how an object is read differs.
 
 * No listed snapshot ever loses a byte: while all parts of a snapshot are there, so are all its packs.
-* A part of a snapshot goes only after a prune has announced that step, a snapshot only if announced, not pinned, not
-  claimed by a run that leads, and a newer whole one remains. Whoever withdraws its own snapshot has lost a part.
+* A part of a snapshot goes only if it is older than grace and a prune has announced that step. A snapshot goes only if
+  announced, not pinned, not claimed by a run that leads, and a newer whole one remains. Whoever withdraws its own
+  snapshot has lost a part.
 * No two attempts mix: all parts of a snapshot, and all packs of its step, come from one job.
 * The fence: a run commits nothing of which a part landed after a newer run's document could be listed.
-* What a rank was told is committed is there at that moment, and was whole when it landed.
+* What a rank was told is committed is there at that moment, and, if it wrote it, was whole when it landed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt.format.names import (
     SnapshotName,
     parse_run_key,
 )
-from tests.faults.simulated import Object, Violated
+from tests.faults.simulated import GRACE, Object, Violated
 
 PRUNE = "prune"
 """How the name of every prune begins, in `Actor.by`."""
@@ -38,6 +39,14 @@ class Commit:
     packs: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a prune says will go: steps of which something goes, and those among them whose snapshots go."""
+
+    steps: frozenset[SnapshotId]
+    snapshots: frozenset[SnapshotId]
+
+
 class Reading(Protocol):
     """How to read objects: bytes in the real store, plain values in the model."""
 
@@ -46,7 +55,7 @@ class Reading(Protocol):
         """What a commit holds of a part, to know it again."""
         ...
 
-    def announced(self, key: str, value: Any) -> frozenset[SnapshotId]: ...
+    def announced(self, key: str, value: Any) -> Announced: ...
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Rules:
     lag: float = 0.0
     objects: dict[str, Object] = field(default_factory=dict)
     commits: dict[SnapshotId, Commit] = field(default_factory=dict)
-    announcements: dict[str, frozenset[SnapshotId]] = field(default_factory=dict)
+    announcements: dict[str, Announced] = field(default_factory=dict)
     runs: dict[RunId, float] = field(default_factory=dict)
     pins: dict[str, SnapshotId] = field(default_factory=dict)
     claims: dict[RunId, SnapshotId] = field(default_factory=dict)
@@ -78,7 +87,7 @@ class Rules:
         elif (run := parse_run_key(key)) is not None:
             self.runs.setdefault(run, found.landed)
 
-    def removed(self, key: str, by: str) -> None:
+    def removed(self, key: str, found: Object, by: str, now: float) -> None:
         if (name := SnapshotName.parse(key)) is not None:
             commit = self.commits.pop(name.id)
             if by.startswith(PRUNE):
@@ -91,8 +100,11 @@ class Rules:
         elif key.startswith("prunes/"):
             del self.announcements[key]
         elif (part := PartName.parse(key)) is not None:
-            if part.id in self.commits and part.id not in self.going:
-                raise Violated(f"{by} removed {key}, whose step is committed and not announced")
+            # A step announced as a leftover may have been committed late, and is lost then: only when it is that old.
+            # One whose snapshot was announced may have been committed once more, by a rank that came late.
+            old = now - found.landed > GRACE or any(part.id in a.snapshots for a in self.announcements.values())
+            if part.id in self.commits and (part.id not in self.going or not old):
+                raise Violated(f"{by} removed {key}, whose step is committed, and not announced or too young")
         elif PackName.parse(key) is not None:
             for commit in self.commits.values():
                 if key in commit.packs and self.whole(commit):
@@ -105,7 +117,9 @@ class Rules:
         commit = self.commits.get(id_)
         if commit is None:
             raise Violated(f"{by} was told that {id_} is committed, and it is not there")
-        if id_ not in self.stood:
+        # Another rank may read it before its writer, having looked at the parts once more, withdraws it: of a run that
+        # a newer one has replaced, or its parts would be there. That rank's next save stops at the fence.
+        if id_ not in self.stood and self.objects[SnapshotName(id_).key].by == by:
             raise Violated(f"{by} was told that {id_} is committed, and a part had gone before it landed")
         self.told.add(id_)
 
@@ -136,7 +150,7 @@ class Rules:
     @property
     def going(self) -> frozenset[SnapshotId]:
         """What prunes have announced and may still remove."""
-        return frozenset[SnapshotId]().union(*self.announcements.values())
+        return frozenset[SnapshotId]().union(*(a.steps for a in self.announcements.values()))
 
     # --- the rules
 

@@ -38,7 +38,7 @@ class Killed(BaseException):
     """The process of this actor is gone."""
 
 
-class Violated(AssertionError):
+class Violated(AssertionError):  # noqa: N818 - what the rule is
     """A rule that must hold in every schedule does not."""
 
 
@@ -75,7 +75,7 @@ class Watch(Protocol):
     """Who looks at everything that happens, and raises `Violated`."""
 
     def landed(self, key: str, found: Object) -> None: ...
-    def removed(self, key: str, by: str) -> None: ...
+    def removed(self, key: str, found: Object, by: str, now: float) -> None: ...
 
 
 class Actor:
@@ -323,7 +323,8 @@ class World:
         # Uniform luck hardly ever hits the few moments on which everything hangs: having looked, being about to act.
         tender = actor.question[0] in ("put", "delete") and actor.question[1].startswith(TENDER)
         if self.random.random() < self.rates.stop * (10 if tender else 1):
-            process.stopped_until = self.time + self.random.random() * process.stoppable
+            longest = min(process.stoppable, self.random.choice((GRACE / 2, 3 * GRACE)))
+            process.stopped_until = self.time + self.random.random() * longest
             self._note(f"{process.name} stops until {process.stopped_until:.1f}")
 
     def _do(self, actor: Actor, question: Question) -> Any:
@@ -360,9 +361,9 @@ class World:
                 if k.startswith(key) and o.landed <= horizon
             ]
         assert verb == "delete", verb
-        if self.objects.pop(key, None) is not None:
+        if (found := self.objects.pop(key, None)) is not None:
             self._note(f"{actor.by}: delete {key}")
-            self.watch.removed(key, actor.by)
+            self.watch.removed(key, found, actor.by, self.time)
         return None
 
     def _put(self, key: str, value: Any, by: str) -> None:
