@@ -19,6 +19,7 @@ VERBS = {
     "verify": "ckpt.cli.verify",
     "prune": "ckpt.cli.prune",
     "mirrors": "ckpt.cli.mirrors",
+    "plan": "ckpt.cli.plan",
 }
 """Verb → the module whose `command` does it."""
 
