@@ -18,7 +18,8 @@ from ckpt.history import commit as committing
 from ckpt.history import plan, retention
 from ckpt.history.catalog import History, read_history
 from storage_backends.base import Store
-from tests.faults.model import RULES, play_model
+from tests.faults.model import play_model
+from tests.faults.model_prune import RULES
 from tests.faults.playing import Mutations, Scenario, play_real, scenario
 from tests.faults.rules import Rules
 from tests.faults.simulated import Violated, World
