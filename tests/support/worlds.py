@@ -64,21 +64,20 @@ def counted(saver: ckpt.Checkpointer) -> Counter[str]:
 
 
 class Parallel:
-    """A model that was parallelised in some way, with AdamW."""
+    """A model that was parallelised in some way, with AdamW. `share`: whose data this rank sees; None: its own."""
 
-    def __init__(self, model: nn.Module, width: int, *, by_rank: bool = True) -> None:
+    def __init__(self, model: nn.Module, width: int, *, share: int | None = None) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._width = width
-        self._by_rank = by_rank
+        self._share = dist.get_rank() if share is None else share
 
     @property
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def batch(self, step: int) -> torch.Tensor:
-        rank = dist.get_rank() if self._by_rank else 0
-        return torch.randn(6, self._width, generator=torch.Generator().manual_seed(100 * step + rank))
+        return torch.randn(6, self._width, generator=torch.Generator().manual_seed(100 * step + self._share))
 
     def train(self, step: int) -> float:
         loss = self.model(self.batch(step)).square().mean()
