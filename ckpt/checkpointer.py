@@ -28,12 +28,13 @@ from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
 from ckpt.leaves import Flat, Flattener
 from ckpt.metrics import plain_metrics
+from ckpt.mirror.mirror import open_mirror
 from ckpt.options import Options, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import random_states, set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
-from ckpt.saving.job import Failed, Reference, Report, SaveJob
+from ckpt.saving.job import Failed, Reference, Report
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
@@ -59,7 +60,9 @@ class Checkpointer:
         keep: which snapshots stay after a newer commit; None keeps all.
         capture: "copy": `save()` returns when the state has been copied out.
         when_busy: with an earlier save still in flight, "wait" for it or "skip" this one, on all ranks.
-        mirror: "auto": host buffers in this process's own memory.
+        mirror: where the host buffers live, so that they outlive the process and a restart on this node reads them
+            instead of the store: "auto" (the folder ``CKPT_MIRROR_DIR``, else shared memory), "disk:PATH" (a local
+            disk), a folder, or "off" (this process's own memory).
         fresh: start a new line on a store that already holds checkpoints, without restoring.
         options: see `Options`.
 
@@ -76,13 +79,12 @@ class Checkpointer:
         keep: Keep | None = None,
         capture: Literal["copy"] = "copy",
         when_busy: Literal["wait", "skip"] = "wait",
-        mirror: Literal["auto", "off"] = "auto",
+        mirror: str | os.PathLike[str] = "auto",
         fresh: bool = False,
         options: Options | None = None,
     ) -> None:
         _one_of("capture", capture, ("copy",))
         _one_of("when_busy", when_busy, ("wait", "skip"))
-        _one_of("mirror", mirror, ("auto", "off"))
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
         for name in state:
@@ -100,7 +102,9 @@ class Checkpointer:
             self._store, self._clock, self._ranks, identity(torchrun_job()), seconds(opt.heartbeat)
         )  # fmt: skip
         self._flattener = Flattener(self._state)
-        self._taking = Taking(self._ranks, chunk=size(opt.chunk), replica_check=opt.replica_check)
+        ranks = self._ranks
+        self._mirror = open_mirror(mirror, self._store.url, rank=ranks.rank, world_size=ranks.world_size)
+        self._taking = Taking(ranks, self._mirror, chunk=size(opt.chunk), replica_check=opt.replica_check)
         self._position = Position()
         self._writer = Writer(
             self._store,
@@ -121,6 +125,7 @@ class Checkpointer:
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
         self._start = 0
         self._closed = False
+        self._ending = True
         self.restored: Restored | None = None
         self._exit = exits.register(self._flush_at_exit)
 
@@ -316,27 +321,14 @@ class Checkpointer:
         if tally.layout_changed or tally.buffers_differ:
             self._taking.agree(flat)
         ticket = self._outcomes.open(step)
+        id_, time_ = SnapshotId(run, step), self._clock.wall() if self._ranks.rank == 0 else None
         try:
-            taken = self._taking.take(flat, self._writer.reference, step=step)
+            taken = self._taking.take(flat, self._writer.reference, id_=id_)
         except SaveFailed as error:
             # The others are past the vote and go on: this rank's failure is told at the next one.
             self._outcomes.settle(ticket, Failed(error, Report()))
             return ticket
-        first = self._ranks.rank == 0
-        job = SaveJob(
-            SnapshotId(run, step),
-            self._ranks.rank,
-            self._ranks.world_size,
-            taken.layout,
-            taken.data,
-            encoded,
-            flat.aliases,
-            taken.replicas,
-            taken.ownership,
-            metrics if first else None,
-            self._clock.wall() if first else None,
-            taken.others,
-        )
+        job = taken.job(id_, self._ranks, encoded, metrics, time_)
         self._writer.submit(job, lambda outcome: self._outcomes.settle(ticket, outcome))
         return ticket
 
@@ -367,7 +359,7 @@ class Checkpointer:
         layout = self._taking.agree(flat, differing=differing, old=old_boxes(parts.values()))
         self._writer.adopt(None)
         try:
-            taken = self._taking.take(flat, None, step=restored.step, save=False)
+            taken = self._taking.take(flat, None, id_=restored.id, save=False)
         except SaveFailed as error:  # the state is restored all the same; the next save is full, or fails and says so
             log.warning("after restoring: %s", error)
             return
@@ -402,6 +394,8 @@ class Checkpointer:
             self._sweeper.stop(timeout)
         # A run whose last save still hangs is not marked as ended: its put may land yet.
         self._tenure.close(ended=done)
+        # A job that comes to its end needs no mirror; one that fails or is told to stop will be back.
+        self._mirror.close(remove=done and self._ending and not self.stopping)
         self._stopper.restore()
         self._position.close()
         self._ranks.close()
@@ -428,6 +422,7 @@ class Checkpointer:
 
     def _leave(self, timeout: float | None = None) -> None:
         """`close()` for a training that raised, perhaps because another rank died: nobody waits for its part."""
+        self._ending = False
         self._writer.leave()
         self.close(timeout)
 

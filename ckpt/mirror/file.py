@@ -58,8 +58,8 @@ class MirrorFile:
         self.failed: OSError | None = None
         self._folder, self._fd, self._head = folder, fd, head
         self._layouts: list[tuple[int, int, str] | None] = [None, None]
-        end = head.slots[1] + head.capacity
-        self._mapping = mmap.mmap(fd, max(end, DATA + 1), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        end = head.slots[1] + max(head.capacity, 1)
+        self._mapping = mmap.mmap(fd, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         # Not for memory, as with private buffers (shared pages are never copied): a forked DataLoader worker has no
         # business in here, and would keep the pages of a file that is removed.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -67,10 +67,9 @@ class MirrorFile:
                 self._mapping.madvise(getattr(mmap, advice))
         whole: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         self._pages = whole[:DATA]
-        self.slots = (
-            whole[head.slots[0] : head.slots[0] + head.capacity],
-            whole[head.slots[1] : head.slots[1] + head.capacity],
-        )
+        # A slice of nothing begins nowhere in particular: cut from one byte, it lies where its slot lies.
+        spans = [whole[start : start + max(head.capacity, 1)] for start in head.slots]
+        self.slots = (spans[0][: head.capacity], spans[1][: head.capacity])
 
     @classmethod
     def create(cls, folder: Folder, *, store: str, rank: int, capacity: int, who: Identity, now: float) -> MirrorFile:

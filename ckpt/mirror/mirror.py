@@ -97,6 +97,17 @@ class Mirror:
             return None
         return self._folder.path / self._file.name
 
+    @property
+    def node(self) -> str:
+        """What ranks that share these mirrors call themselves alike: the machine and the folder; "" where nothing is
+        mirrored. Two agents on one machine with folders of their own are two nodes."""
+        return "" if self._base is None else f"{self._me.host} {self._me.boot} {self._base}"
+
+    @property
+    def base(self) -> Path | None:
+        """The folder of all mirrors of this node; None where nothing is mirrored."""
+        return self._base
+
     def prepare(self, nbytes: int) -> None:
         """Make buffers for so many bytes, and their pages ready on a thread, before anybody waits for them."""
         if self._file is None and self._private is None:

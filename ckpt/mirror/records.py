@@ -221,7 +221,11 @@ def read_layout(fd: int, record: SlotRecord) -> tuple[Placed, ...]:
         size = zstandard.frame_content_size(blob)
         if not 0 <= size <= MAX_LAYOUT_TEXT:
             raise ValueError(f"a layout that claims {size} bytes")
-        doc = msgspec.json.decode(zstandard.ZstdDecompressor().decompress(blob, max_output_size=size), type=_LayoutDoc)
+        decoder = zstandard.ZstdDecompressor().decompressobj()
+        text = decoder.decompress(blob)
+        if len(text) != size or not decoder.eof or decoder.unused_data:
+            raise ValueError(f"no layout: {len(text)} of {size} bytes, or bytes after the frame")
+        doc = msgspec.json.decode(text, type=_LayoutDoc)
     except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"no layout: {error}") from error
     if doc.nbytes != record.nbytes:

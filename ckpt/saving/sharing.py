@@ -12,6 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from ckpt.format.layout import Layout, lay_out
+from ckpt.format.nodes import node_extras
 from ckpt.format.ownership import Ownership, decode_table, encode_table, share_out
 from ckpt.format.relayout import cut_along
 from ckpt.format.shards import Box, Leaf, Shard
@@ -21,18 +22,25 @@ from ckpt.saving.checksums import buffers_hash, checksums
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself: its shards, and the hash of each buffer that others may hold too."""
+    """What a rank says of itself: its shards, the hash of each buffer that others may hold too, and its node."""
 
     table: bytes
     buffers: dict[str, int]
+    node: str
 
 
 class Sharing:
-    """The agreement of one process group. Only `agree` is collective."""
+    """The agreement of one process group. Only `agree` is collective.
 
-    def __init__(self, ranks: Ranks, chunk: int) -> None:
+    Attributes:
+        ownership: who stores what; `layout`: this rank's share of it.
+        extras: replicas that this rank mirrors for its `node` and does not store; nothing where `node` is "".
+    """
+
+    def __init__(self, ranks: Ranks, chunk: int, node: str = "") -> None:
         self._ranks = ranks
         self._chunk = chunk
+        self._node = node
         self._table: tuple[Shard, ...] | None = None
         self._seen: tuple[LiveShard, ...] | None = None
         # Only grows, and only by what all ranks know: a rank must never decide alone what differs.
@@ -41,6 +49,7 @@ class Sharing:
         self._old: Mapping[Leaf, Sequence[Box]] = {}
         self.ownership: Ownership | None = None
         self.layout: Layout | None = None
+        self.extras = lay_out((), chunk)
 
     def changed(self, flat: Flat) -> bool:
         """Whether this rank's table of shards is not the one last agreed on."""
@@ -72,11 +81,15 @@ class Sharing:
             tables: Sequence[Sequence[Shard]] = [table]
         else:
             mine = buffers_hash(flat)[1] | dict.fromkeys(differing, -1 - self._ranks.rank)
-            word = msgspec.msgpack.encode(_Word(encode_table(table), mine))
+            word = msgspec.msgpack.encode(_Word(encode_table(table), mine, self._node))
             words = [msgspec.msgpack.decode(data, type=_Word) for data in self._ranks.gather(word)]
             self._compare([word.buffers for word in words])
             tables = self._all_marked([word.table for word in words])
+            nodes = [word.node for word in words]
         self.ownership = share_out(tables, self._chunk)
+        if self._node and self._ranks.world_size > 1:
+            extras = node_extras(self.ownership, tables, nodes, self._node)
+            self.extras = lay_out(extras[self._ranks.rank], self._chunk)
         if old is not None:
             self._old = old
         # Each rank cuts its own shards only, after the ownership: nobody needs to know where another one cuts.

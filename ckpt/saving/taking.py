@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import SaveFailed
-from ckpt.format.layout import Layout
+from ckpt.format.layout import ALIGN, Layout
+from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Box, Leaf
 from ckpt.leaves import Flat
-from ckpt.mirror.slots import Slots
+from ckpt.mirror.mirror import Mirror
+from ckpt.mirror.records import Described, describe
 from ckpt.ranks import Ranks
 from ckpt.saving.capture import Capturer
-from ckpt.saving.job import Bytes, Reference
+from ckpt.saving.job import Bytes, Reference, SaveJob
 from ckpt.saving.sharing import Sharing
 
 
@@ -22,59 +25,89 @@ class Taken:
 
     layout: Layout
     data: Bytes
+    aliases: dict[str, str]
     ownership: str
     replicas: dict[str, str]
     others: tuple[int, ...]
 
+    def job(
+        self,
+        id_: SnapshotId,
+        ranks: Ranks,
+        values: dict[str, bytes],
+        metrics: dict[str, Any] | None,
+        time: float | None,
+    ) -> SaveJob:
+        """What the writer stores as step `id_`; see `SaveJob`."""
+        return SaveJob(
+            id=id_,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            layout=self.layout,
+            data=self.data,
+            values=values,
+            aliases=self.aliases,
+            replicas=self.replicas,
+            ownership=self.ownership,
+            metrics=metrics,
+            time=time,
+            others=self.others,
+        )
+
 
 class Taking:
-    """Owns the host buffers and the views of the live tensors."""
+    """Owns the views of the live tensors, and fills the buffers of the mirror.
 
-    def __init__(self, ranks: Ranks, *, chunk: int, replica_check: int) -> None:
+    A buffer holds what this rank stores, and behind it what it mirrors for its node only.
+    """
+
+    def __init__(self, ranks: Ranks, mirror: Mirror, *, chunk: int, replica_check: int) -> None:
         self._ranks = ranks
+        self._mirror = mirror
         self._replica_check = replica_check
         self._saves_since_check: int | None = None
-        self._capturer: Capturer | None = None
-        self._slots: Slots | None = None
-        self.sharing = Sharing(ranks, chunk)
+        self._copies: _Copies | None = None
+        self.sharing = Sharing(ranks, chunk, mirror.node)
 
     def agree(
         self, flat: Flat, *, differing: Collection[str] = (), old: Mapping[Leaf, Sequence[Box]] | None = None
     ) -> Layout:
         """Agree on the layout anew, see `Sharing.agree`. Collective. Raises LayoutMismatch on every rank."""
         layout = self.sharing.agree(flat, differing=differing, old=old)
-        self._capturer = Capturer(layout)
+        self._copies = _copies(layout, self.sharing.extras)
         self._saves_since_check = None
-        if self._slots is None:
-            # Made now, not at the copy: their pages are touched while the rest of the save is prepared.
-            self._slots = Slots(layout.nbytes)
+        # Made now, not at the copy: their pages are touched while the rest of the save is prepared.
+        self._mirror.prepare(self._copies.described.nbytes)
         return layout
 
-    def take(self, flat: Flat, reference: Reference | None, *, step: int, save: bool = True) -> Taken:
+    def take(self, flat: Flat, reference: Reference | None, *, id_: SnapshotId, save: bool = True) -> Taken:
         """Copy the state out into the buffer that the reference does not lie in. Nothing live is referred to after.
 
         Args:
+            id_: the step it is the state of.
             save: False: this is no save, so it is none of those that compare replicas.
 
         Raises:
             SaveFailed: no memory for the buffers, or the copy failed.
         """
-        layout, ownership = self.sharing.layout, self.sharing.ownership
-        assert (
-            layout is not None and ownership is not None and self._capturer is not None and self._slots is not None
-        ), "agree() first"
+        layout, ownership, copies = self.sharing.layout, self.sharing.ownership, self._copies
+        assert layout is not None and ownership is not None and copies is not None, "agree() first"
         # Counted before anything can fail: ranks that count apart would never compare the same save again.
         check = save and self._is_check()
+        nbytes = copies.described.nbytes
         try:
-            slot = self._slots.free(None if reference is None else reference.data, layout.nbytes)
-            self._capturer.take(self.sharing.marked(flat), slot)
+            slot = self._mirror.free(None if reference is None else reference.data, nbytes)
+            marked = self.sharing.marked(flat)
+            copies.owned.take(marked, slot[: layout.nbytes])
+            if copies.extras is not None:
+                copies.extras.take(marked, slot[copies.extras_start :])
+            self._mirror.finish(slot, id_, copies.described)
+            replicas = self.sharing.checksums(flat) if check else {}
             others = ownership.others[self._ranks.rank]
-            return Taken(
-                layout, slot[: layout.nbytes], ownership.digest, self.sharing.checksums(flat) if check else {}, others
-            )
+            return Taken(layout, slot[: layout.nbytes], flat.aliases, ownership.digest, replicas, others)
         except Exception as error:
-            text = f"step {step}: copying {layout.nbytes} bytes out of the training process failed: {error!r}"
-            raise SaveFailed(text, step=step, stage="capture") from error
+            text = f"step {id_.step}: copying {nbytes} bytes out of the training process failed: {error!r}"
+            raise SaveFailed(text, step=id_.step, stage="capture") from error
 
     def _is_check(self) -> bool:
         """Whether this save compares replicas: the first one of a layout, and every `replica_check`-th."""
@@ -83,3 +116,22 @@ class Taking:
         count = self._saves_since_check
         self._saves_since_check = 0 if count is None else (count + 1) % self._replica_check
         return self._saves_since_check == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copies:
+    """How one layout gets into a buffer, and what the mirror says of it."""
+
+    owned: Capturer
+    extras: Capturer | None
+    extras_start: int
+    described: Described
+
+
+def _copies(owned: Layout, extras: Layout) -> _Copies:
+    start = -(-owned.nbytes // ALIGN) * ALIGN
+    places = [(region.shard, region.start) for region in owned.regions]
+    if not extras.regions:
+        return _Copies(Capturer(owned), None, start, describe(places, owned.nbytes))
+    places += [(region.shard, start + region.start) for region in extras.regions]
+    return _Copies(Capturer(owned), Capturer(extras), start, describe(places, start + extras.nbytes))

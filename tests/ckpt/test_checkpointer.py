@@ -391,7 +391,7 @@ def test_close_with_a_timeout_ends_although_the_store_never_answers() -> None:
         ({"every": True}, "every"),
         ({"capture": "magic"}, "capture"),
         ({"when_busy": "panic"}, "when_busy"),
-        ({"mirror": 3}, "mirror"),
+        ({"mirror": "disk:"}, "mirror"),
     ],
 )
 def test_a_wrong_argument_is_named_at_once(arguments: dict[str, Any], word: str) -> None:
