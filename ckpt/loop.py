@@ -192,7 +192,7 @@ def checkpointed(
     keep: Keep | None = None,
     capture: Literal["copy"] = "copy",
     when_busy: Literal["wait", "skip"] = "wait",
-    mirror: Literal["auto", "off"] = "auto",
+    mirror: str | os.PathLike[str] = "auto",
     fresh: bool = False,
     options: Options | None = None,
 ) -> Callable[[Callable[Concatenate[Run, _P], _R]], Callable[_P, _R]]:
