@@ -80,7 +80,7 @@ def each(made: Plan) -> Iterator[tuple[int, Action, Chunks]]:
 
 
 @given(scenes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_plan_covers_what_is_wanted_exactly_once(scene: Scene) -> None:
     made = scene.plan()
     for rank in range(RANKS):
@@ -97,7 +97,7 @@ def test_a_plan_covers_what_is_wanted_exactly_once(scene: Scene) -> None:
 
 
 @given(scenes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_source_has_what_it_gives_and_nothing_nearer_does(scene: Scene) -> None:
     for rank, action, some in each(scene.plan()):
         mask, nodes = scene.mask(some), scene.nodes
@@ -119,7 +119,7 @@ def test_every_source_has_what_it_gives_and_nothing_nearer_does(scene: Scene) ->
 
 
 @given(scenes())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_bytes_of_an_action_are_those_of_its_chunks(scene: Scene) -> None:
     for rank in scene.plan().ranks:
         for action in rank.actions:
@@ -128,7 +128,7 @@ def test_the_bytes_of_an_action_are_those_of_its_chunks(scene: Scene) -> None:
 
 
 @given(scenes())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_same_facts_in_another_order_give_the_same_plan(scene: Scene) -> None:
     wants = {rank: list(reversed(chunks)) for rank, chunks in reversed(scene.wants.items())}
     holdings = sorted(scene.holdings, key=lambda holding: -holding.rank)
@@ -136,7 +136,7 @@ def test_the_same_facts_in_another_order_give_the_same_plan(scene: Scene) -> Non
 
 
 @given(scenes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_fetched_is_the_lost_blobs_and_at_most_two_per_cent_more(scene: Scene) -> None:
     for rank in scene.plan().ranks:
         for action in rank.actions:
@@ -158,7 +158,7 @@ def test_what_is_fetched_is_the_lost_blobs_and_at_most_two_per_cent_more(scene: 
 
 
 @given(scenes())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_chunk_could_be_sent_by_a_peer_that_sends_less_by_more_than_two_chunks(scene: Scene) -> None:
     made = scene.plan()
     sent = made.sent
