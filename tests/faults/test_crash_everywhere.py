@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,10 +26,12 @@ from tests.support.faulty import WRITES, Crash, FaultyStore
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def small_packs() -> Iterator[None]:
     """Several packs per save of a few chunks, so that a save is many calls."""
-    monkeypatch.setattr(checkpointer, "WriterSettings", partial(WriterSettings, pack_limit=8192, workers=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "WriterSettings", partial(WriterSettings, pack_limit=8192, workers=1))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +86,7 @@ def second_start(store: Store, book: Book) -> None:
 
 
 @pytest.fixture(scope="module")
-def begun() -> Start:
+def begun(small_packs: None) -> Start:
     """A store on which a job has saved four times, in two starts."""
     start = Start()
     for _ in range(2):
