@@ -350,5 +350,4 @@ def play_model(plan: Scenario, without: frozenset[str] = frozenset()) -> tuple[W
     for at in plan.pins:
         model.spawn(Process(f"pin at {at:.0f}"), f"pin at {at:.0f}", model.pin, at)
     world.play()
-    rules.finish()
     return world, rules

@@ -351,5 +351,4 @@ def play_real(plan: Scenario, mutations: Mutations | None = None) -> tuple[World
     for at in plan.pins:
         real(world, Process(f"pin at {at:.0f}"), f"pin at {at:.0f}", lambda a, s, c: pin(world, rules, s), at)
     world.play()
-    rules.finish()
     return world, rules

@@ -105,6 +105,9 @@ class Rules:
             old = now - found.landed > GRACE or any(part.id in a.snapshots for a in self.announcements.values())
             if part.id in self.commits and (part.id not in self.going or not old):
                 raise Violated(f"{by} removed {key}, whose step is committed, and not announced or too young")
+            # Its writer was stopped for longer than grace between the fence and its put, and then was told of a commit
+            # that a prune was sweeping. Asking prunes/ at every commit would close that too, for one request more each.
+            self.told.discard(part.id)
         elif PackName.parse(key) is not None:
             for commit in self.commits.values():
                 if key in commit.packs and self.whole(commit):

@@ -76,6 +76,7 @@ class Watch(Protocol):
 
     def landed(self, key: str, found: Object) -> None: ...
     def removed(self, key: str, found: Object, by: str, now: float) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Actor:
@@ -276,15 +277,17 @@ class World:
     def play(self) -> None:
         """To the end: nobody can go on, or the power goes. Then what was under way lands."""
         try:
-            while self.calls < STEPS and (actor := self._pick()) is not None:
-                self._turn(actor)
+            try:
+                while self.calls < STEPS and (actor := self._pick()) is not None:
+                    self._turn(actor)
+            finally:
+                for actor in self.actors:
+                    actor.end()
+            self.time += LATE
+            self._land()
+            self.watch.finish()
         except Violated as error:
             raise Violated(f"seed {self.seed}: {error}\n  " + "\n  ".join(self.log[-60:])) from error
-        finally:
-            for actor in self.actors:
-                actor.end()
-        self.time += LATE
-        self._land()
 
     def _pick(self) -> Actor | None:
         for done in [a for a in self.actors if a.done]:
