@@ -87,6 +87,12 @@ class Checkpointer:
         _one_of("when_busy", when_busy, ("wait", "skip"))
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state is a {type(state).__name__}; expected names and what they stand for, such as {{'model': model}}"
+            )
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep={keep!r}: expected ckpt.Keep(last=3, every=1000), or None to keep all")
         for name in state:
             if not isinstance(name, str) or not name or name.startswith("$"):
                 raise ValueError(f"state name {name!r}: expected a non-empty str that does not start with '$'")

@@ -35,4 +35,4 @@ def _plain(name: str, value: Any) -> Any:
         return int(value) if abs(value) <= _LIMIT else str(int(value))
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
-    raise TypeError(f"metric {name!r} is a {type(value).__name__}; expected a number, a bool or text")
+    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; expected a number, a bool or text")

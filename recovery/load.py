@@ -52,7 +52,7 @@ def load(
         names: glob patterns of paths (``"model.*"``); only what they match is read.
 
     Raises:
-        NoSnapshot: there is none, or not the one asked for.
+        NoSnapshot: there is none, or not the one asked for, or nothing in it is named so.
         DamagedError: it, or every one, is damaged.
         StorageError: the store does not answer.
     """
@@ -109,7 +109,15 @@ def _load_one(store: Store, id_: SnapshotId, patterns: tuple[str, ...] | None) -
         tensors = {w: _tensor(w.shard, data) for w, data in read_shards(store, parts, wanted)}
     except DamagedError as error:
         raise verdict(store, opened, error) from error
-    return {**_named(tensors, names, patterns), **_values(parts, patterns)}
+    found = {**_named(tensors, names, patterns), **_values(parts, patterns)}
+    if patterns and not found:
+        paths = sorted({path for part in parts.values() for path in (*(row.leaf for row in part.shards), *part.values)})
+        there = ", ".join(path for path in paths[:5] if not path.startswith("$")) + (" …" if len(paths) > 5 else "")
+        raise NoSnapshot(
+            f"{id_.short} on {store.url} has nothing named {' or '.join(patterns)}; names are patterns of whole paths, "
+            f"such as 'model.*'; there is {there}"
+        )
+    return found
 
 
 def _names(parts: Mapping[int, Part]) -> dict[str, list[str]]:

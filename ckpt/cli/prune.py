@@ -13,7 +13,6 @@ from ckpt.cli.screen import (
     Url,
     bytes_text,
     count,
-    named,
     open_url,
     print_json,
     print_table,
@@ -21,7 +20,7 @@ from ckpt.cli.screen import (
 )
 from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId, SnapshotName
-from ckpt.history.catalog import History, read_history
+from ckpt.history.catalog import History, find, read_history
 from ckpt.history.clock import SystemClock
 from ckpt.history.retention import Keep, Pruned, PrunePlan, execute, plan_prune
 from ckpt.options import seconds
@@ -94,7 +93,7 @@ def _asked(store: Store, names: Sequence[str]) -> list[SnapshotId]:
     found = []
     for name in names:
         try:
-            found.append(named(store, history, name))
+            found.append(find(history, name))
         except NoSnapshot:
             damaged = [id_ for id_ in _unlisted(history) if name in (str(id_), id_.short, str(id_.step))]
             if len(damaged) != 1:

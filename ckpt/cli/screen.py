@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId
-from ckpt.history.catalog import History, find
+from ckpt.history.catalog import History
 from storage_backends import open_store
 from storage_backends.base import Store
 
@@ -47,14 +46,6 @@ def open_url(url: str, options: Sequence[str] | None) -> Store:
         except msgspec.DecodeError:
             parsed[name] = text
     return open_store(url, **parsed)
-
-
-def named(store: Store, history: History, name: str) -> SnapshotId:
-    """The snapshot a user named. Raises NoSnapshot, which says on which store and what there is."""
-    try:
-        return find(history, name)
-    except NoSnapshot as error:
-        raise NoSnapshot(f"{store.url}: {error}") from None
 
 
 def pins_of(history: History, id_: SnapshotId) -> list[str]:

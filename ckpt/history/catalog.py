@@ -65,6 +65,7 @@ class History:
         problems: what was skipped, one line each.
         documents: every readable snapshot document (all revisions, incomplete ones too) by key.
         entries: what was listed under runs/, parts/, snapshots/, pins/ (and packs/, where asked for), by key.
+        url: of the store.
     """
 
     runs: dict[RunId, RunDoc]
@@ -74,6 +75,7 @@ class History:
     problems: tuple[Problem, ...]
     documents: dict[str, Snapshot] = field(default_factory=dict, repr=False)
     entries: dict[str, Entry] = field(default_factory=dict, repr=False)
+    url: str = ""
 
     @cached_property
     def newest(self) -> SnapshotId | None:
@@ -191,7 +193,9 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
         else:  # pruned between our two listings
             del documents[key]
             entries.pop(key, None)
-    return History(runs, snapshots, keys, pins, tuple(sorted(problems, key=lambda p: p.key)), documents, entries)
+    return History(
+        runs, snapshots, keys, pins, tuple(sorted(problems, key=lambda p: p.key)), documents, entries, store.url
+    )
 
 
 def find(history: History, name: int | str) -> SnapshotId:
@@ -224,8 +228,8 @@ def find(history: History, name: int | str) -> SnapshotId:
             f"{id_.short if shorts.count(id_.short) == 1 else id_} ({'live' if id_ in history.live else 'abandoned'})"
             for id_ in choices
         )
-        raise NoSnapshot(f"{text}: {len(choices)} snapshots have this name: {shown}; name one of them")
-    raise NoSnapshot(f"{text}: no such snapshot; {_there_is(history)}")
+        raise NoSnapshot(f"{history.url}: {text}: {len(choices)} snapshots have this name: {shown}; name one of them")
+    raise NoSnapshot(f"{history.url}: {text}: no such snapshot; {_there_is(history)}")
 
 
 def _there_is(history: History) -> str:

@@ -399,6 +399,15 @@ def test_a_wrong_argument_is_named_at_once(arguments: dict[str, Any], word: str)
         ckpt.Checkpointer(MemoryStore(), {"t": torch.zeros(1)}, **arguments)
 
 
+def test_a_bare_model_or_a_bare_number_to_keep_is_told_what_was_meant() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"state is a Linear; expected names and what they stand for, .*'model': model"):
+        ckpt.Checkpointer(MemoryStore(), model)
+    three: Any = 3
+    with pytest.raises(TypeError, match=r"keep=3: expected ckpt\.Keep\(last=3"):
+        ckpt.Checkpointer(MemoryStore(), {"model": model}, keep=three)
+
+
 @pytest.mark.parametrize("name", ["", "$random", 3])
 def test_reserved_names_are_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="state name"):

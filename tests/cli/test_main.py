@@ -22,6 +22,10 @@ from tests.cli.living import chain, keys
 from tests.support.stores import make_store
 
 
+OF_A_STORE = [verb for verb in VERBS if verb != "mirrors"]
+"""The verbs that take a URL."""
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_help_of_every_verb_states_its_exit_codes_and_every_flag(ckpt: Ckpt, verb: str) -> None:
     said = ckpt(verb, "--help")
@@ -29,7 +33,8 @@ def test_the_help_of_every_verb_states_its_exit_codes_and_every_flag(ckpt: Ckpt,
     text = " ".join(said.out.split())
     assert text.startswith(f"Usage: ckpt {verb} [OPTIONS]")
     assert re.search(r"Exit codes: 0 .*; 2 ", text)
-    assert {"--json", "--storage-option KEY=VALUE"} <= set(re.findall(r"--[a-z-]+(?: KEY=VALUE)?", text))
+    assert "--json" in text
+    assert ("--storage-option KEY=VALUE" in text) == (verb in OF_A_STORE)
     assert max(map(len, said.lines)) <= 80
 
 
@@ -62,7 +67,7 @@ def test_wrong_usage_is_exit_code_2_and_a_pointer_to_help(ckpt: Ckpt, arguments:
     assert "--help" in said.err
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", OF_A_STORE)
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -80,7 +85,7 @@ def test_a_url_that_makes_no_sense_is_one_line_and_exit_code_2(ckpt: Ckpt, verb:
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", OF_A_STORE)
 @pytest.mark.parametrize("option", ["anon", "=x", "anon=true"])
 def test_storage_options_are_checked_by_every_verb(ckpt: Ckpt, tmp_path: Path, verb: str, option: str) -> None:
     chain(tmp_path, 1)
@@ -98,13 +103,13 @@ def test_storage_options_reach_the_store(ckpt: Ckpt, tmp_path: Path, monkeypatch
         return store
 
     monkeypatch.setattr(screen, "open_store", opened)
-    for verb in VERBS:
+    for verb in OF_A_STORE:
         more = ["--keep-last", "9"] if verb == "prune" else []
         assert ckpt(verb, "s3://b/x", "--storage-option", "anon=true", "--storage-option", "k=v", *more).code == 0
-    assert seen == [("s3://b/x", {"anon": True, "k": "v"})] * len(VERBS)
+    assert seen == [("s3://b/x", {"anon": True, "k": "v"})] * len(OF_A_STORE)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", OF_A_STORE)
 def test_ctrl_c_is_130_and_one_line(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     class Interrupting(LocalStore):
         def list(self, prefix: str) -> Sequence[Entry]:

@@ -68,7 +68,8 @@ def test_only_what_the_names_match_is_read() -> None:
         "model.inp.weight", "model.norm.weight", "model.out.weight", "schedule.last_epoch",
     }  # fmt: skip
     counted.calls.clear()
-    assert load(counted, names="no such thing") == {}
+    with pytest.raises(NoSnapshot, match=r"nothing named no such thing; .* patterns .* there is model\.inp\.bias, "):
+        load(counted, names="no such thing")
     assert not [key for _, key in counted.calls if key.startswith(PACKS)]
 
 
