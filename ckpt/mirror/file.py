@@ -130,6 +130,11 @@ class MirrorFile:
             return None
         return next((number for number, slot in enumerate(self.slots) if same_memory(slot, data)), None)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no slot is whole."""
+        return self._layouts == [None, None]
+
     def reserve(self, number: int) -> None:
         """Have the file system set the slot's pages aside. What is in them stays.
 

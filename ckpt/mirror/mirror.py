@@ -84,7 +84,7 @@ class Mirror:
         self._nbytes = 0
         # Files that may hold what the job would come back with, until a later commit lies in the current one.
         self._older: list[MirrorFile] = []
-        self._swept = False
+        self._swept = self._said = False
         self._may_retry = True
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -259,7 +259,8 @@ class Mirror:
         self._ready_on_a_thread(file, (0, 1) if old is None else (0,), keep=False)
 
     def _give_up(self, why: str, size: int) -> None:
-        if self._base is not None and self.why is None:
+        if self._base is not None and not self._said:
+            self._said = True
             log.warning(
                 "rank %d has no mirror: %s. Its buffers are private memory, so after a failure its state comes from "
                 "other nodes or the store. Remedies: a larger /dev/shm (docker run --shm-size), another folder (%s or "
@@ -268,10 +269,14 @@ class Mirror:
                 why,
                 VARIABLE,
             )
-        self.why = why
-        if self._file is not None:
-            self._older.append(self._file)
-            self._file = None
+        if self._base is not None:
+            self.why = why
+        file, self._file = self._file, None
+        if file is not None and file.empty:
+            file.remove()
+            file.close()
+        elif file is not None:
+            self._older.append(file)
         if self._private is None:
             self._private = Slots(size)
 

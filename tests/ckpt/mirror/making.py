@@ -35,7 +35,7 @@ def described(layout: Layout) -> Described:
     return describe(((region.shard, region.start) for region in layout.regions), layout.nbytes)
 
 
-def mirror(base: Path | None, rank: int = 0, *, world_size: int = 2, me: Identity = ME) -> Mirror:
+def mirror(base: Path | None, rank: int = 0, *, world_size: int = 2, me: Identity | None = None) -> Mirror:
     return Mirror(base, STORE, rank=rank, world_size=world_size, me=me, wall=lambda: 1e9)
 
 
@@ -73,7 +73,7 @@ def whole_slots(path: Path) -> dict[int, int]:
         os.close(fd)
 
 
-def in_child(work: Callable[[], None]) -> None:
+def in_child(work: Callable[[], object]) -> None:
     """Run it in a forked process that then is no more: whose mirrors are dead. What fails there fails here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it does nothing but this, whatever threads there are
