@@ -21,7 +21,6 @@ from tests.cli.conftest import Ckpt
 from tests.cli.living import chain, keys
 from tests.support.stores import make_store
 
-
 OF_A_STORE = [verb for verb in VERBS if verb != "mirrors"]
 """The verbs that take a URL."""
 
