@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import Blob, Part, chunk_digest
 from ckpt.format.shards import DTYPES
-from recovery.assemble import ChunkJob, Place, ReadPlan, Target, Wanted, plan_chunks
-from recovery.boxes import Bytes, Run, carry_out, copied, copies
+from recovery.assemble import ChunkJob, Place, Wanted, plan_chunks
+from recovery.boxes import Bytes, carry_out, copies
 from recovery.fetch import REQUEST, Fault, Tally, fetch
 from recovery.parallel import THREADS, in_threads
 from recovery.read import Missing
+from recovery.reading import Delivered, Reading
 from recovery.rebuild import Rebuilder, chain_problem
 from storage_backends.base import Store
 
@@ -48,22 +50,21 @@ def read_shards(
         LayoutMismatch: a leaf has another dtype or shape than is wanted.
         StorageError: the store does not answer.
     """
-    yield from carry_out_plan(store, plan_chunks(parts, wanted), memory=memory, threads=threads, tally=tally)
+    reading = Reading(plan_chunks(parts, wanted))
+    yield from reading.nothing()
+    yield from from_store(store, reading, memory=memory, threads=threads, tally=tally)
 
 
-def carry_out_plan(
-    store: Store, plan: ReadPlan, *, memory: int = MEMORY, threads: int = THREADS, tally: Tally | None = None
+def from_store(
+    store: Store, reading: Reading, *, memory: int = MEMORY, threads: int = THREADS, tally: Tally | None = None
 ) -> Iterator[tuple[Wanted, Bytes]]:
-    """What `read_shards` does, of a plan made before."""
-    for want in plan.empty:
-        yield want, np.empty(0, np.uint8)
+    """What `read_shards` does, for the chunks that no other source has given: the store is the last one."""
     share = max(memory // threads, 1)
-    work = _Work(store, tally or Tally(), request=max(min(REQUEST, share // 2), 1))
-    batches = cut_batches(plan.jobs, limit=max(share // 2, 1), threads=threads)
-    for finished in in_threads(batches, work.batch, threads=min(threads, max(len(plan.jobs), 1))):
-        for target in finished:
-            assert target.wanted is not None
-            yield target.wanted, target.data
+    jobs = reading.lacking
+    work = _Work(store, reading, tally or Tally(), request=max(min(REQUEST, share // 2), 1))
+    batches = cut_batches(jobs, limit=max(share // 2, 1), threads=threads)
+    for finished in in_threads(batches, work.batch, threads=min(threads, max(len(jobs), 1))):
+        yield from finished
 
 
 def cut_batches(jobs: Sequence[ChunkJob], *, limit: int, threads: int) -> Iterator[list[ChunkJob]]:
@@ -86,86 +87,52 @@ def cut_batches(jobs: Sequence[ChunkJob], *, limit: int, threads: int) -> Iterat
 class _Work:
     """What all threads of one read share."""
 
-    def __init__(self, store: Store, tally: Tally, request: int) -> None:
+    def __init__(self, store: Store, reading: Reading, tally: Tally, request: int) -> None:
         self._store = store
+        self._reading = reading
         self._tally = tally
         self._request = request
-        self._lock = threading.Lock()
         self._own = threading.local()
 
-    def batch(self, jobs: Sequence[ChunkJob]) -> list[Target]:
+    def batch(self, jobs: Sequence[ChunkJob]) -> Delivered:
         """Read and place the chunks of a batch; the wanted boxes that are complete now."""
         for job in jobs:
             if (problem := chain_problem(job.blobs, job.nbytes)) is not None:
                 raise damaged(self._store, job.place, job.blobs[0].pack, "a chain of blobs", problem)
         fetched = fetch(self._store, (b for job in jobs for b in job.blobs), self._tally, limit=self._request)
-        finished: list[Target] = []
+        finished: Delivered = []
         for job in jobs:
             for blob in job.blobs:
                 if (fault := fetched.faults.get(blob)) is not None:
                     raise faulty(self._store, job.place, blob, fault)
-            self._place(job, fetched.data, finished)
+            finished.extend(self._reading.deliver(job, partial(self._fill, job, fetched.data)) or ())
         return finished
 
-    def _place(self, job: ChunkJob, data: Mapping[Blob, memoryview], finished: list[Target]) -> None:
+    def _fill(self, job: ChunkJob, data: Mapping[Blob, memoryview], out: Bytes) -> bool:
         rebuilder: Rebuilder | None = getattr(self._own, "rebuilder", None)
         if rebuilder is None:
             rebuilder = self._own.rebuilder = Rebuilder()
-        direct = self._direct(job)
-        out = np.empty(job.nbytes, np.uint8) if direct is None else direct
         rebuild_checked(self._store, rebuilder, job, data, out)
-        chunk = out if job.of == job.box else clip(job, out)
-        for target, copy in job.copies:
-            if direct is None:
-                carry_out(copy, chunk, self._buffer(target))
-            self._settle(target, copied(copy), finished)
-
-    def _direct(self, job: ChunkJob) -> Bytes | None:
-        """Where the whole chunk goes, if that is one run of bytes and nowhere else: then it is decoded in place."""
-        if len(job.copies) != 1 or job.of != job.box:
-            return None
-        target, copy = job.copies[0]
-        if not isinstance(copy, Run) or copied(copy) != job.nbytes:
-            return None
-        return self._buffer(target)[copy.at : copy.at + job.nbytes]
-
-    def _buffer(self, target: Target) -> Bytes:
-        with self._lock:
-            return target.data
-
-    def _settle(self, target: Target, arrived: int, finished: list[Target]) -> None:
-        with self._lock:
-            target.missing -= arrived
-            if target.missing:
-                return
-        if target.wanted is not None:
-            finished.append(target)
-        for further, copy in target.onward:
-            carry_out(copy, target.data, self._buffer(further))
-            self._settle(further, copied(copy), finished)
+        return True
 
 
 def rebuild_checked(
     store: Store, rebuilder: Rebuilder, job: ChunkJob, data: Mapping[Blob, memoryview], out: Bytes
 ) -> None:
     """Rebuild one chunk into `out` and compare its digest. Raises DamagedError."""
+    clipped = job.of != job.box  # after a change of layout its blobs decode to a larger box
+    decoded = np.empty(job.nbytes, np.uint8) if clipped else out
     try:
-        rebuilder.rebuild(job.blobs, data, job.dtype, out)
+        rebuilder.rebuild(job.blobs, data, job.dtype, decoded)
     except ValueError as error:
         raise damaged(store, job.place, job.blobs[-1].pack, f"{job.nbytes} decoded bytes", str(error)) from error
-    found = chunk_digest(job.dtype, out if job.of == job.box else clip(job, out))
+    if clipped:
+        copy = copies(job.of, job.box, DTYPES[job.dtype].size)
+        assert copy is not None, "the plan has checked that the box lies in it"
+        carry_out(copy, decoded, out)
+    found = chunk_digest(job.dtype, out)
     if found != job.digest:
         raise damaged(store, job.place, job.blobs[-1].pack, f"digest {job.digest}", f"rebuilt to {found}")
-
-
-def clip(job: ChunkJob, out: Bytes) -> Bytes:
-    """The chunk's own bytes, out of those of the larger box that its blobs decode to (after a change of layout)."""
-    size = DTYPES[job.dtype].size
-    own = np.empty(job.box.numel * size, np.uint8)
-    copy = copies(job.of, job.box, size)
-    assert copy is not None, "the plan has checked that the box lies in it"
-    carry_out(copy, out, own)
-    return own
 
 
 def damaged(store: Store, place: Place, key: str, expected: str, found: str, *, missing: bool = False) -> DamagedError:
