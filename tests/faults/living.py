@@ -113,7 +113,8 @@ class Process:
     def __init__(self, store: Store, book: Book, *, keep: ckpt.Keep | None = None) -> None:
         self.book = book
         self.subject = Subject()
-        self.saver = Checkpointer(store, self.subject.state, keep=keep, options=OPTIONS)
+        # No mirror: it is the store that must bring the state back.
+        self.saver = Checkpointer(store, self.subject.state, keep=keep, mirror="off", options=OPTIONS)
         self.step = 0
 
     @property
