@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.format.shards import Box, Leaf
@@ -37,6 +37,10 @@ class Stored:
         kept = {p for p in self.leaves if _belongs(p, names)} | set(aliases.values())
         values = {name: tree for name, tree in self.values.items() if name in names}
         return Stored({p: self.leaves[p] for p in kept}, self.boxes, self.per_rank, values, aliases)
+
+    def without(self, paths: Collection[str]) -> Stored:
+        """All but these leaves."""
+        return replace(self, leaves={p: leaf for p, leaf in self.leaves.items() if p not in paths})
 
 
 def _belongs(path: str, names: Collection[str]) -> bool:

@@ -3,7 +3,7 @@
     choose      rank 0 reads the history; all ranks try the same snapshots, newest first
     claim       a run is opened that names the snapshot, before its first part is read (PROTOCOL.md §3, §5.2)
     documents   each rank reads its own part, and gets the others' from its peers only where it needs them
-    read        every wanted box into host memory, every byte checked
+    read        every wanted box into host memory, every byte checked: from mirrors, then peers, then the store
     install     only now, after every rank has everything, are live tensors written
 
 Until the last stage nothing live has changed: a damaged snapshot, a layout that does not fit or a store that fails
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -29,15 +31,20 @@ from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Shard
 from ckpt.leaves import Restoration, plan_restore
 from recovery.agree import Peers, Skip, together
-from recovery.assemble import covered
+from recovery.assemble import covered, plan_chunks
 from recovery.boxes import Bytes
 from recovery.choose import Choice, Skipped, choose, exhausted
+from recovery.exchange import from_peers
 from recovery.fetch import Tally
+from recovery.near import from_node
 from recovery.parallel import THREADS, in_threads
 from recovery.place import Resize, Seat, asked_for, merged, stored_state, wants
 from recovery.read import OpenSnapshot, check_part, check_snapshot, open_snapshot, read_part_bytes, verdict
+from recovery.reading import Delivered, Reading
 from recovery.report import Restored
-from recovery.shards import MEMORY, read_shards
+from recovery.shards import MEMORY, from_store
+from recovery.spans import Describer
+from recovery.survey import Holdings
 from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
@@ -71,6 +78,7 @@ def restore(
     step: int | str | None = None,
     claim: Callable[[SnapshotId], bool],
     on_resize: Resize | None = None,
+    holdings: Holdings | None = None,
     memory: int = MEMORY,
     threads: int = THREADS,
 ) -> Restored | None:
@@ -80,6 +88,7 @@ def restore(
         step: None or "latest": the newest of the live line, falling back past damaged ones; else exactly that one.
         claim: collective; makes the snapshot safe from a prune that begins now. False: one has announced its end.
         on_resize: the rule for what differed between ranks, where the snapshot has another number of them.
+        holdings: what mirrors on this node still hold; this rank's own are those of `holdings.prefer`.
         memory: most encoded bytes in flight, and so about what is needed beside one copy of the rank's state.
 
     Returns:
@@ -92,7 +101,9 @@ def restore(
         StorageError: the store does not answer: that is neither damage nor emptiness.
     """
     seat = Seat(ranks.rank, ranks.world_size, rule=on_resize)
-    return restore_seat(store, ranks, seat, state, step=step, claim=claim, memory=memory, threads=threads)
+    return restore_seat(
+        store, ranks, seat, state, step=step, claim=claim, holdings=holdings, memory=memory, threads=threads
+    )
 
 
 def restore_seat(
@@ -105,6 +116,7 @@ def restore_seat(
     claim: Callable[[SnapshotId], bool],
     memory: int,
     threads: int,
+    holdings: Holdings | None = None,
 ) -> Restored | None:
     """`restore` for the state of any seat: `load_into` restores rank 2 of 4 and asks nobody."""
     meter = Meter()
@@ -119,10 +131,10 @@ def restore_seat(
             reason = "a prune has announced its removal"
             last = NoSnapshot(f"snapshot {id_.short}: {reason}")
         else:
-            attempt = _Attempt(store, peers, seat, state, id_, meter, memory, threads)
+            attempt = _Attempt(store, peers, seat, state, id_, holdings, meter, memory, threads)
             found = attempt.run()
             if not isinstance(found, Skip):
-                return _restored(found, seat, meter, tuple(skipped))
+                return _restored(found, seat, meter, tuple(skipped), holdings)
             last, reason = found.error, str(found.error)
         skipped.append((id_, reason))
         _say(peers, id_, reason)
@@ -169,13 +181,14 @@ def _id(text: str) -> SnapshotId:
 @dataclass(frozen=True, slots=True)
 class _Documents:
     """One snapshot's parts as far as this rank has them (`raw`: their stored bytes), and what they mean for the live
-    state. `plan` None: more parts are needed to say."""
+    state. `plan` None: more must be known to say; with all parts here, whether `unclaimed` leaves are other ranks'."""
 
     opened: OpenSnapshot
     parts: Mapping[int, Part]
     raw: Mapping[int, bytes]
     plan: Restoration | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    unclaimed: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -187,6 +200,7 @@ class _Attempt:
     seat: Seat
     state: MutableMapping[str, object]
     id: SnapshotId
+    holdings: Holdings | None
     meter: Meter
     memory: int
     threads: int
@@ -196,12 +210,11 @@ class _Attempt:
             documents = self._documents()
             if isinstance(documents, Skip):
                 return documents
-        with self.meter.stage("read"):
-            read = together(self.peers, lambda: self._read(documents))
-            if isinstance(read, Skip):
-                return read
+        read = self._read(documents)
+        if isinstance(read, Skip):
+            return read
         with self.meter.stage("install"):
-            installed = together(self.peers, lambda: self._install(documents, read.value))
+            installed = together(self.peers, lambda: self._install(documents, read))
             if isinstance(installed, Skip):
                 raise installed.error
         return documents
@@ -221,8 +234,27 @@ class _Attempt:
         # Every part is read from the store by one rank only, and handed round: thousands of ranks that each read
         # thousands of parts would be millions of requests.
         raw = self._exchange(own.value.raw)
-        every = together(self.peers, lambda: self._every(opened, raw))
-        return every if isinstance(every, Skip) else every.value
+        every = together(self.peers, lambda: self._every(opened, raw), wishes=lambda documents: documents.plan is None)
+        if isinstance(every, Skip):
+            return every
+        return self._without_others(every.value) if every.wish else every.value
+
+    def _without_others(self, documents: _Documents) -> _Documents | Skip:
+        """Plan where leaves of some ranks are not live on others (an average on rank 0, the stages of a pipeline):
+        what is stored and live on no rank is a difference, what is live on another rank is not this one's business."""
+        everyone = [
+            msgspec.json.decode(data, type=frozenset[str])
+            for data in self.peers.gather(msgspec.json.encode(sorted(documents.unclaimed)))
+        ]
+        others = documents.unclaimed - frozenset.intersection(*everyone)
+
+        def planned() -> _Documents:
+            if documents.plan is not None:
+                return documents
+            return self._understood(documents.opened, documents.raw, others)
+
+        done = together(self.peers, planned)
+        return done if isinstance(done, Skip) else done.value
 
     def _open(self) -> bytes:
         if self.peers.rank != 0:
@@ -259,8 +291,11 @@ class _Attempt:
         self.meter.count("peers", sum(len(data) for rank, data in raw.items() if rank not in own))
         return raw
 
-    def _understood(self, opened: OpenSnapshot, raw: Mapping[int, bytes]) -> _Documents:
-        """Check the parts, and plan if they are enough for it."""
+    def _understood(
+        self, opened: OpenSnapshot, raw: Mapping[int, bytes], others: frozenset[str] | None = None
+    ) -> _Documents:
+        """Check the parts, and plan if they are enough for it. `others`: leaves that are other ranks' alone, once that
+        is known."""
         snapshot = opened.snapshot
         parts = {rank: check_part(data, snapshot, rank) for rank, data in sorted(raw.items())}
         complete = len(parts) == snapshot.world_size
@@ -268,26 +303,57 @@ class _Attempt:
         if not complete and (own is None or not parts.keys() >= set(parts[own].others)):
             return _Documents(opened, parts, raw)
         try:
-            stored = stored_state(parts, self.seat)
+            stored = stored_state(parts, self.seat).without(others or ())
             plan = plan_restore(self.state, asked_for(stored, self.seat))
-        except LayoutMismatch:
+        except LayoutMismatch as error:
             # What seems to be missing may be another rank's: replicated leaves are stored by one of their holders.
-            if complete:
+            if not complete:
+                return _Documents(opened, parts, raw)
+            unclaimed = frozenset(error.unexpected)
+            if others is not None or error.missing or error.changed or not unclaimed <= _leaves(parts):
                 raise
-            return _Documents(opened, parts, raw)
+            return _Documents(opened, parts, raw, unclaimed=unclaimed)
         if not complete and not covered(parts, wants(plan.wanted, parts, self.seat)):
             return _Documents(opened, parts, raw)
         return _Documents(opened, parts, raw, plan, stored.values)
 
-    def _read(self, documents: _Documents) -> dict[Shard, Bytes]:
+    def _read(self, documents: _Documents) -> dict[Shard, Bytes] | Skip:
+        """Every wanted box, each chunk from the nearest source that has it; nothing near is trusted without its digest,
+        and what a source does not give, or gives wrong, is left to the next."""
+        with self.meter.stage("mirrors"):
+            near = together(self.peers, lambda: self._from_node(documents))
+            if isinstance(near, Skip):
+                return near
+            reading, describer, boxes = near.value
+        with self.meter.stage("peers"):
+            received = from_peers(self.peers, reading, describer, self.holdings, self.id, threads=self.threads)
+            self.meter.count("peers", received.nbytes)
+            boxes += received.boxes
+        with self.meter.stage("store"):
+            if received.error is not None:  # raised where all can hear it
+                read = together(self.peers, partial(_raise, received.error))
+            else:
+                read = together(self.peers, lambda: self._from_store(documents, reading, boxes))
+        return read if isinstance(read, Skip) else read.value
+
+    def _from_node(self, documents: _Documents) -> tuple[Reading, Describer, Delivered]:
         assert documents.plan is not None
-        wanted = wants(documents.plan.wanted, documents.parts, self.seat)
+        with self._judged(documents.opened):
+            wanted = wants(documents.plan.wanted, documents.parts, self.seat)
+            reading, describer = Reading(plan_chunks(documents.parts, wanted)), Describer(documents.parts)
+        boxes = list(reading.nothing())
+        if self.holdings is not None:
+            boxes += from_node(
+                reading, describer, self.holdings, self.id, threads=self.threads, count=self.meter.count
+            )  # fmt: skip
+        return reading, describer, boxes
+
+    def _from_store(self, documents: _Documents, reading: Reading, boxes: Delivered) -> dict[Shard, Bytes]:
         tally = Tally()
         try:
             with self._judged(documents.opened):
-                parts = documents.parts
-                read = read_shards(self.store, parts, wanted, memory=self.memory, threads=self.threads, tally=tally)
-                return merged(read, self.seat, documents.opened.snapshot.world_size)
+                rest = from_store(self.store, reading, memory=self.memory, threads=self.threads, tally=tally)
+                return merged(chain(boxes, rest), self.seat, documents.opened.snapshot.world_size)
         finally:
             self.meter.count("store", tally.bytes)
 
@@ -310,7 +376,17 @@ class _Attempt:
             raise verdict(self.store, opened, error) from error
 
 
-def _restored(documents: _Documents, seat: Seat, meter: Meter, skipped: tuple[Skipped, ...]) -> Restored:
+def _leaves(parts: Mapping[int, Part]) -> set[str]:
+    return {row.leaf for part in parts.values() for row in part.shards}
+
+
+def _raise(error: Exception) -> dict[Shard, Bytes]:
+    raise error
+
+
+def _restored(
+    documents: _Documents, seat: Seat, meter: Meter, skipped: tuple[Skipped, ...], holdings: Holdings | None
+) -> Restored:
     own = seat.own(documents.opened.snapshot.world_size)
     return Restored(
         documents.opened.id,
@@ -321,4 +397,5 @@ def _restored(documents: _Documents, seat: Seat, meter: Meter, skipped: tuple[Sk
         documents.opened.snapshot,
         documents.parts,
         own,
+        () if holdings is None else tuple(map(str, holdings.problems)),
     )
