@@ -22,7 +22,7 @@ from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
 from ckpt.format.names import SnapshotId
 from ckpt.format.relayout import old_boxes, stored_already
-from ckpt.history.clock import SystemClock
+from ckpt.history.clock import SystemClock, countdown
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
@@ -104,9 +104,8 @@ class Checkpointer:
         self._fresh = fresh
         self._clock = SystemClock()
         self._ranks = open_ranks(None if opt.group_timeout is None else seconds(opt.group_timeout))
-        self._tenure = Tenure(
-            self._store, self._clock, self._ranks, identity(torchrun_job()), seconds(opt.heartbeat)
-        )  # fmt: skip
+        who = identity(torchrun_job())
+        self._tenure = Tenure(self._store, self._clock, self._ranks, who, seconds(opt.heartbeat))
         self._flattener = Flattener(self._state)
         ranks = self._ranks
         self._mirror = open_mirror(mirror, self._store.url, rank=ranks.rank, world_size=ranks.world_size)
@@ -156,7 +155,7 @@ class Checkpointer:
         self._writer.wait(None)
         self._voting.read()
         self._voting.open(Ballot(Call.RESTORE, stop=self._stopper.asked)).check(0)
-        with waiting(f"restoring from {self._store.url}"):
+        with self._tenure.trying(), waiting(f"restoring from {self._store.url}"):
             restored = restore_state(
                 self._store,
                 self._ranks,
@@ -269,7 +268,7 @@ class Checkpointer:
             # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
             self._tell(self._outcomes.failed)
         if tally.renew:
-            self._tenure.open(self._resumed_from(), fresh=self._fresh or self._tenure.run is not None)
+            self._tenure.open(self._resumed_from(), fresh=self._fresh)
         flat, encoded, numbers = prepared
         return self._submit(step, flat, encoded, numbers, tally)
 
@@ -394,12 +393,13 @@ class Checkpointer:
         self._closed = True
         exits.unregister(self._exit)
         ticket = self._outcomes.last
+        left = countdown(timeout)
         with waiting(f"finishing step {ticket.step} on {self._store.url}" if ticket else "closing"):
             done = self._writer.stop(timeout)
         if self._sweeper is not None:
-            self._sweeper.stop(timeout)
+            self._sweeper.stop(left())
         # A run whose last save still hangs is not marked as ended: its put may land yet.
-        self._tenure.close(ended=done)
+        self._tenure.close(ended=done, timeout=left())
         # A job that comes to its end needs no mirror; one that fails or is told to stop will be back.
         self._mirror.close(remove=done and self._ending and not self.stopping)
         self._stopper.restore()

@@ -6,12 +6,18 @@ Rank 0 opens and beats; the others learn the run's name. A run is opened before 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ckpt.agreement import Group, on_first
 from ckpt.errors import HistoryExists
 from ckpt.format.names import RunId, SnapshotId
 from ckpt.history.clock import Clock
 from ckpt.history.runs import Heartbeat, Identity, claimed_by_prune, ensure_store, history_exists, open_run
 from storage_backends.base import Store
+
+PATIENCE = 5.0
+"""Seconds that the last beat may take: without it the next job only waits a little longer."""
 
 
 class Tenure:
@@ -24,6 +30,7 @@ class Tenure:
         self._who = who
         self._interval = interval
         self._heart: Heartbeat | None = None
+        self._entered = False  # this job's state is of a line of this store: restored from it, or begun on it
         self.run: RunId | None = None
 
     def open(self, resumed_from: SnapshotId | None, *, fresh: bool = True) -> RunId:
@@ -31,26 +38,45 @@ class Tenure:
 
         Args:
             resumed_from: the snapshot about to be read, or None for a start from nothing.
-            fresh: False refuses a store that has a history.
+            fresh: False refuses a store that has a history in which this job has no part.
 
         Raises:
             HistoryExists: `fresh` is False and the store is not empty.
             StoreInUse: another live job writes there.
         """
-        self.close()
-        self.run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
-        return self.run
+        run = self._open(resumed_from, fresh or self._entered)
+        self._entered = True
+        return run
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Around a restore: a run that was opened for it is ended if it fails, since that one says it goes on from a
+        snapshot which did not become the state. Then nothing is saved beside a history by surprise."""
+        before = self.run
+        try:
+            yield
+        except BaseException:
+            if self.run != before:
+                self.close()
+            raise
+        self._entered = True
 
     def claim(self, snapshot: SnapshotId) -> bool:
         """Open a run that resumes from `snapshot`, and look whether a prune has announced its end. Collective."""
-        self.open(snapshot)
+        self._open(snapshot, fresh=True)
         return on_first(self._group, lambda: str(int(not claimed_by_prune(self._store, snapshot))).encode()) == b"1"
 
-    def close(self, *, ended: bool = True) -> None:
-        """Stop the heartbeat; `ended` tells the next job that it need not wait. Not collective."""
+    def close(self, *, ended: bool = True, timeout: float | None = None) -> None:
+        """Stop the heartbeat; `ended` tells the next job that it need not wait. Takes a few seconds at most, and at
+        most `timeout`. Not collective."""
         heart, self._heart, self.run = self._heart, None, None
         if heart is not None:
-            heart.stop(ended=ended)
+            heart.stop(ended=ended, timeout=PATIENCE if timeout is None else min(PATIENCE, timeout))
+
+    def _open(self, resumed_from: SnapshotId | None, fresh: bool) -> RunId:
+        self.close()
+        self.run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
+        return self.run
 
     def _open_on_first(self, resumed_from: SnapshotId | None, fresh: bool) -> bytes:
         if not fresh and history_exists(self._store):

@@ -40,7 +40,7 @@ from ckpt.format.names import (
     run_key,
 )
 from ckpt.history.clock import Clock
-from storage_backends.base import NotFound, StorageError, Store
+from storage_backends.base import NotFound, Store
 
 log = logging.getLogger(__name__)
 
@@ -242,8 +242,8 @@ class Heartbeat:
             if not stopping or self._ended:
                 try:
                     put_alive(self._store, self._run, beat, ended=stopping and self._ended, interval=self._interval)
-                except StorageError as error:
-                    log.warning("heartbeat of run %s: %s", self._run, error)
+                except Exception as error:  # whatever it is, MemoryError too: the job lives, and should say so again
+                    log.warning("heartbeat of run %s: %r", self._run, error)
             if stopping:
                 return
             beat += 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import tenure
 from ckpt.errors import HistoryExists, LayoutMismatch, NoSnapshot, SaveFailed, StoreInUse, UnsupportedState
 from storage_backends.memory import MemoryStore
 from tests.support.faulty import GateStore, SwitchStore
@@ -435,3 +436,53 @@ def test_waiting_threads_are_none_after_close() -> None:
     for thread in left:
         thread.join(10)
         assert not thread.is_alive(), thread
+
+
+def test_a_store_that_fails_while_a_new_run_is_opened_can_be_saved_to_again() -> None:
+    """The job has a part in the history: it must not be taken for a stranger because its own run had to be renewed."""
+    store = SwitchStore(MemoryStore())
+    tensor = torch.zeros(5000)
+    saver = ckpt.Checkpointer(store, {"t": tensor}, options=QUIET)
+    saver.restore()
+    saver.save(5).wait(60)
+    store.fail(ckpt.Unavailable, verb="put", key="runs/")
+    tensor.fill_(4)
+    with pytest.raises(ckpt.Unavailable):
+        saver.save(4)
+    store.heal()
+    saver.save(4).wait(60)
+    saver.close()
+    assert float(ckpt.load(store)["t"][0]) == 4
+
+
+def test_a_restore_that_failed_does_not_open_the_way_to_save_beside_the_history() -> None:
+    store = SwitchStore(MemoryStore())
+    tensor = torch.zeros(5000)
+    with ckpt.Checkpointer(store, {"t": tensor}) as saver:
+        saver.save(1)
+    tensor.fill_(7)
+    with ckpt.Checkpointer(store, {"t": tensor}) as saver:
+        store.fail(ckpt.Unavailable, verb="get_range")
+        with pytest.raises(ckpt.Unavailable):
+            saver.restore()
+        store.heal()
+        with pytest.raises(HistoryExists):
+            saver.save(1)
+        assert saver.restore() == 1
+        saver.save(2).wait(60)
+    assert float(tensor[0]) == 0
+
+
+def test_close_takes_no_longer_than_it_is_told_although_no_put_ever_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: neither the save, nor the prune, nor the heartbeat is waited for beyond the timeout."""
+    monkeypatch.setattr(tenure, "PATIENCE", 1e6)
+    inner = MemoryStore()
+    gate = GateStore(inner, where=lambda key: bool(inner.list("snapshots/")))
+    saver = ckpt.Checkpointer(gate, {"t": torch.zeros(5000)}, keep=ckpt.Keep(last=1), options=QUIET)
+    saver.restore()
+    saver.save(1)
+    assert gate.arrived.wait(60)
+    saver.save(2)
+    with pytest.raises(SaveFailed, match="step 2"):
+        saver.close(timeout=0.01)
+    gate.gate.set()
