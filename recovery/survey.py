@@ -18,8 +18,9 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt.format.names import SnapshotId
+from ckpt.history.runs import identity
 from ckpt.mirror.folders import Folder, rank_of
-from ckpt.mirror.records import Head, Placed, read_head, read_layout, read_slot
+from ckpt.mirror.records import Head, Placed, read_head, read_layout, read_slot, was_used
 from recovery.boxes import Bytes
 from recovery.mirrored import HeldChunk, HeldSlot, cover
 from recovery.parallel import in_threads
@@ -99,7 +100,10 @@ class Holdings:
         (a node's ranks share what they mirror of replicas); then slots of other steps, where what did not change since
         is the same.
         """
-        out = self._buffer(chunk.nbytes)
+        return self.take(chunk, id_, self._buffer(chunk.nbytes))
+
+    def take(self, chunk: StoredChunk, id_: SnapshotId, out: Bytes) -> HeldChunk | None:
+        """`find`, and the bytes are in `out` (its ``nbytes`` bytes); if there is no such place, nothing is."""
         for slots in self._order(id_):
             pieces = cover(chunk, slots)
             if pieces is None:
@@ -118,6 +122,17 @@ class Holdings:
             if slots[0].id == id_:
                 self._note_damage(held, text)
         return None
+
+    def offers(self, chunk: StoredChunk, id_: SnapshotId) -> bool:
+        """Whether slots of this very step have a place for it, by their records: no byte is read."""
+        return any(slots[0].id == id_ and cover(chunk, slots) is not None for slots in self._order(id_))
+
+    @property
+    def identity(self) -> frozenset[str]:
+        """Names the mirror files themselves: two surveys that share some look into the same folder."""
+        boot = identity(None).boot
+        found = (os.fstat(fd) for fd in self._fds)
+        return frozenset(f"{boot} {stat.st_dev} {stat.st_ino}" for stat in found)
 
     def find_all(
         self, chunks: Iterable[StoredChunk], id_: SnapshotId, *, threads: int
@@ -224,16 +239,20 @@ class _Looking:
             self.problems.append(Problem(path, getattr(error, "strerror", None) or str(error)))
             return
         self.files.append(path)
+        known = len(self.slots) + len(self.problems)
         for number in (0, 1):
             try:
                 self.slot(path, fd, number, head)
             except (OSError, ValueError) as error:
                 self.problems.append(Problem(path, f"slot {number}: {error}"))
+        if len(self.slots) + len(self.problems) == known:
+            self.problems.append(Problem(path, "holds nothing: its rank finished no save"))
 
     def slot(self, path: Path, fd: int, number: int, head: Head) -> None:
         record = read_slot(fd, number, head)
         if record is None:
-            self.problems.append(Problem(path, f"slot {number} is empty, or was being filled"))
+            if was_used(fd, number):
+                self.problems.append(Problem(path, f"slot {number} was being filled when its rank ended"))
             return
         key = record.layout[2], record.nbytes
         places = self.layouts.get(key)

@@ -141,6 +141,11 @@ def read_slot(fd: int, number: int, head: Head) -> SlotRecord | None:
     return record
 
 
+def was_used(fd: int, number: int) -> bool:
+    """Whether a slot ever was whole."""
+    return any(os.pread(fd, _SEAL.size, SLOT_PAGES[number] + 8))
+
+
 # --- layouts -------------------------------------------------------------------------------------------------------
 
 
