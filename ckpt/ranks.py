@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ckpt.errors import CheckpointError
 
@@ -116,6 +118,28 @@ class Ranks:
         tensor = torch.empty(length, dtype=torch.uint8) if data is None else _tensor(data, length)
         self._guarded(lambda: dist.broadcast(tensor, group_src=src, group=group))
         return tensor.numpy().tobytes() if data is None else data
+
+    def exchange(self, out: Mapping[int, NDArray[np.uint8]], sizes: Mapping[int, int]) -> dict[int, NDArray[np.uint8]]:
+        """Send bytes to some ranks and receive from some, all at once. Collective, though a rank may pass nothing.
+
+        Args:
+            out: rank → what it gets from this one.
+            sizes: rank → how many bytes come from it. Both sides must know: no size travels. None is 0.
+        """
+        group = self._group
+        if group is None:
+            assert not out and not sizes, "a single process has no peers"
+            return {}
+        received = {src: torch.empty(size, dtype=torch.uint8) for src, size in sizes.items()}
+        works = [self._guarded(partial(dist.irecv, data, group_src=src, group=group)) for src, data in received.items()]
+        works += [
+            self._guarded(partial(dist.isend, torch.from_numpy(data), group_dst=dst, group=group))
+            for dst, data in out.items()
+        ]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            self._guarded(work.wait)
+        return {src: data.numpy() for src, data in received.items()}
 
     def close(self, grace: float = GRACE) -> None:
         """Leave the group. Not collective; waits at most `grace` seconds for a vote still on its way."""

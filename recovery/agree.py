@@ -6,7 +6,7 @@ follows is the same everywhere: go on, skip this snapshot, or raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ import msgspec
 
 from ckpt.agreement import pack_error, unpack_error
 from ckpt.errors import DamagedError
+from recovery.boxes import Bytes
 from recovery.read import Pruned
 
 T = TypeVar("T")
@@ -32,6 +33,8 @@ class Peers(Protocol):
 
     def broadcast(self, data: bytes | None, src: int = 0) -> bytes: ...
 
+    def exchange(self, out: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]: ...
+
 
 class Alone:
     """A process that asks nobody."""
@@ -45,6 +48,10 @@ class Alone:
     def broadcast(self, data: bytes | None, src: int = 0) -> bytes:  # noqa: ARG002 - there is one source
         assert data is not None
         return data
+
+    def exchange(self, out: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        assert not out and not sizes
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recovery.holdings import Mask
 from recovery.tables import Ints
 
 ROUNDS = 16
@@ -29,6 +30,22 @@ class Demand:
     numbers: Ints
     sizes: Ints
     holders: tuple[int, ...]
+
+
+def alike(wanted: Mask, held: Sequence[Mask | None]) -> Iterator[tuple[Ints, tuple[int, ...]]]:
+    """Groups of wanted chunks that the same peers hold: their numbers, and which of `held` have them."""
+    whole = tuple(i for i, mask in enumerate(held) if mask is None)
+    some = [(i, mask) for i, mask in enumerate(held) if mask is not None]
+    numbers = np.flatnonzero(wanted)
+    if not some:
+        yield numbers, whole
+        return
+    bits = np.packbits(np.stack([mask[numbers] for _, mask in some]), axis=0)
+    kinds, kind = np.unique(bits, axis=1, return_inverse=True)
+    kind = kind.reshape(-1)
+    for k in range(kinds.shape[1]):
+        having = np.unpackbits(kinds[:, k])[: len(some)]
+        yield numbers[kind == k], tuple(sorted((*whole, *(some[i][0] for i in np.flatnonzero(having)))))
 
 
 def level(demands: Sequence[Demand], ranks: int) -> Iterator[tuple[Demand, int, NDArray[np.intp]]]:

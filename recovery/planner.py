@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 
 from recovery.holdings import Chunks, Holding, Mask, one_of_each
-from recovery.loads import Demand, level
+from recovery.loads import Demand, alike, level
 from recovery.quantities import bytes_text
 from recovery.requests import PackReads, merged_reads
 from recovery.tables import Ints, Table, unique
@@ -241,7 +241,7 @@ class _Planning:
             wanted = np.ones(table.count, np.bool_) if need.mask is None else need.mask
             peers = sorted(r for r in holders.get(need.part, ()) if self.nodes[r] != self.nodes[need.rank])
             held = [one_of_each(holders[need.part][r], self.counts)[need.part] for r in peers]
-            for numbers, having in _alike(wanted, held):
+            for numbers, having in alike(wanted, held):
                 if having:
                     senders = tuple(peers[i] for i in having)
                     demands.append(Demand(need.rank, need.part, numbers, table.sizes[numbers], senders))
@@ -290,22 +290,6 @@ class _Planning:
         order = unique(pack, start, stop)
         pack, start, stop = pack[order], start[order], stop[order]
         return merged_reads(tuple(numbers), pack, start, stop), int((stop - start).sum())
-
-
-def _alike(wanted: Mask, held: Sequence[Mask | None]) -> Iterator[tuple[Ints, tuple[int, ...]]]:
-    """Groups of wanted chunks that the same peers hold: their numbers, and which of `held` have them."""
-    whole = tuple(i for i, mask in enumerate(held) if mask is None)
-    some = [(i, mask) for i, mask in enumerate(held) if mask is not None]
-    numbers = np.flatnonzero(wanted)
-    if not some:
-        yield numbers, whole
-        return
-    bits = np.packbits(np.stack([mask[numbers] for _, mask in some]), axis=0)
-    kinds, kind = np.unique(bits, axis=1, return_inverse=True)
-    kind = kind.reshape(-1)
-    for k in range(kinds.shape[1]):
-        having = np.unpackbits(kinds[:, k])[: len(some)]
-        yield numbers[kind == k], tuple(sorted((*whole, *(some[i][0] for i in np.flatnonzero(having)))))
 
 
 SHOWN = 24

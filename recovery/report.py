@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.format.manifest import Part, Snapshot
 from ckpt.format.names import SnapshotId
+from recovery.quantities import bytes_text, seconds_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,14 +17,16 @@ class Restored:
 
     Attributes:
         id, step: the snapshot.
-        bytes: source → bytes this rank read from it ("store": encoded blobs with the gaps read through; "documents":
-            parts read from the store; "peers": parts received from other ranks).
-        seconds: stage → seconds ("choose", "documents", "read", "install").
+        bytes: source → bytes this rank read from it ("own mirror" and "node": of its own and of other mirrors on this
+            node; "peers": chunks and parts received from other ranks; "store": encoded blobs with the gaps read
+            through; "documents": parts read from the store).
+        seconds: stage → seconds ("choose", "documents", "mirrors", "peers", "store", "install").
         skipped: newer snapshots that were passed over, and why.
         values: this rank's values that no leaf holds: "$random", "$data".
         snapshot: the commit that was read.
         parts: rank → part of it, as far as this rank needed them.
         rank: whose values and per-rank leaves this rank took; None where the snapshot has another world size.
+        problems: what was found in mirrors and not used, and why.
     """
 
     id: SnapshotId
@@ -34,6 +37,7 @@ class Restored:
     snapshot: Snapshot
     parts: Mapping[int, Part]
     rank: int | None
+    problems: tuple[str, ...] = ()
 
     @property
     def part(self) -> Part | None:
@@ -46,7 +50,10 @@ class Restored:
 
     def __str__(self) -> str:
         text = f"restored step {self.step} (generation {self.id.run.generation})"
-        text += f": {sum(self.bytes.values()):,} bytes in {sum(self.seconds.values()):.2f} s"
+        sources = ", ".join(f"{bytes_text(n)} {source}" for source, n in self.bytes.items()) or "nothing"
+        text += f": {sources}; in {seconds_text(sum(self.seconds.values()))}"
         if self.skipped:
             text += "; passed over " + "; ".join(f"{id_.short}: {reason}" for id_, reason in self.skipped)
+        if self.problems:
+            text += "; not used: " + "; ".join(self.problems)
         return text

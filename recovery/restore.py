@@ -13,7 +13,6 @@ leaves the state as it was. The price is host memory for one copy of the rank's 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from typing import Any
 import msgspec
 import torch
 
-from ckpt.agreement import on_first
 from ckpt.errors import DamagedError, LayoutMismatch, NoSnapshot
 from ckpt.format.manifest import Part, seal
 from ckpt.format.names import SnapshotId
@@ -33,9 +31,11 @@ from ckpt.leaves import Restoration, plan_restore
 from recovery.agree import Peers, Skip, together
 from recovery.assemble import covered, plan_chunks
 from recovery.boxes import Bytes
-from recovery.choose import Choice, Skipped, choose, exhausted
+from recovery.choose import Skipped, exhausted
+from recovery.choose_together import choose_together
 from recovery.exchange import from_peers
 from recovery.fetch import Tally
+from recovery.meter import Meter
 from recovery.near import from_node
 from recovery.parallel import THREADS, in_threads
 from recovery.place import Resize, Seat, asked_for, merged, stored_state, wants
@@ -48,26 +48,6 @@ from recovery.survey import Holdings
 from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
-
-
-@dataclass(eq=False, slots=True)
-class Meter:
-    """Bytes and seconds so far, over all snapshots tried."""
-
-    bytes: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-    def count(self, source: str, n: int) -> None:
-        if n:
-            self.bytes[source] = self.bytes.get(source, 0) + n
 
 
 def restore(
@@ -121,7 +101,7 @@ def restore_seat(
     """`restore` for the state of any seat: `load_into` restores rank 2 of 4 and asks nobody."""
     meter = Meter()
     with meter.stage("choose"):
-        choice = _choose_together(store, peers, step)
+        choice = choose_together(store, peers, step)
     skipped: list[Skipped] = list(choice.unreadable)
     for id_, reason in choice.unreadable:
         _say(peers, id_, reason)
@@ -146,36 +126,6 @@ def restore_seat(
 def _say(peers: Peers, id_: SnapshotId, reason: str) -> None:
     """All ranks know; one speaks."""
     log.log(logging.WARNING if peers.rank == 0 else logging.INFO, "snapshot %s passed over: %s", id_.short, reason)
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    """A `Choice` on its way from rank 0."""
-
-    candidates: tuple[str, ...]
-    named: bool
-    unreadable: tuple[tuple[str, str], ...]
-
-
-def _choose_together(store: Store, peers: Peers, step: int | str | None) -> Choice:
-    """Rank 0 reads the history, so that a listing that lags somewhere cannot set the ranks apart."""
-
-    def ask() -> bytes:
-        choice = choose(store, step)
-        unreadable = tuple((str(id_), reason) for id_, reason in choice.unreadable)
-        return msgspec.json.encode(_Choice(tuple(map(str, choice.candidates)), choice.named, unreadable))
-
-    told = msgspec.json.decode(on_first(peers, ask), type=_Choice)
-    return Choice(
-        tuple(_id(text) for text in told.candidates),
-        told.named,
-        tuple((_id(text), reason) for text, reason in told.unreadable),
-    )
-
-
-def _id(text: str) -> SnapshotId:
-    parsed = SnapshotId.parse(text)
-    assert parsed is not None, text  # from rank 0's own code, not from a store
-    return parsed
 
 
 @dataclass(frozen=True, slots=True)

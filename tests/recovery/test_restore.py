@@ -80,7 +80,7 @@ def test_what_was_read_and_how_long_it_took_is_reported() -> None:
     restored = _whole(store, Training(seed=1))
     assert restored.bytes["store"] > 1000
     assert restored.bytes["documents"] > 100
-    assert set(restored.seconds) == {"choose", "documents", "read", "install"}
+    assert set(restored.seconds) == {"choose", "documents", "mirrors", "peers", "store", "install"}
     assert restored.values == {"$random": [0]}
     assert restored.part == read_parts(store, restored.snapshot)[0]
     assert "restored step 3" in str(restored)

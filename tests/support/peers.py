@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
+
+from recovery.boxes import Bytes
 
 T = TypeVar("T")
 
@@ -15,6 +17,7 @@ class Table:
     def __init__(self, world_size: int, timeout: float = 30.0) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.slots: list[bytes | None] = [None] * world_size
+        self.sent: list[dict[int, Bytes]] = [{} for _ in range(world_size)]
 
 
 class ThreadRanks:
@@ -34,6 +37,15 @@ class ThreadRanks:
         found = self._share(data)[src]
         assert found is not None
         return found
+
+    def exchange(self, out: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """As gloo does it, but both sides' words are compared."""
+        self._table.sent[self.rank] = dict(out)
+        self._share(b"")
+        sent = {src: each[self.rank] for src, each in enumerate(self._table.sent) if self.rank in each}
+        assert {src: data.nbytes for src, data in sent.items()} == dict(sizes), f"rank {self.rank}"
+        self._share(b"")
+        return {src: data.copy() for src, data in sent.items()}
 
     def _share(self, data: bytes | None) -> list[bytes | None]:
         self.collectives += 1
