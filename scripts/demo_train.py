@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -74,10 +77,13 @@ def main() -> None:
                 {"model": model, "optimizer": optimizer, "schedule": schedule},
                 every=args.every,
                 keep=ckpt.Keep(last=6),
+                options=ckpt.Options(on_resize=deal_out),
             )
             start = saver.restore()
             if rank == 0:
                 print(f"starting at step {start}", flush=True)
+            note_restore(args.notes, rank, world_size, saver.restored)
+            (args.notes / f"whole-at-start-{world_size}-{rank}.json").write_text(json.dumps(whole(model, optimizer)))
             tickets: list[tuple[ckpt.Ticket, float]] = []
             for step, batch in saver.batches(loader, args.steps):
                 loss = train_one(batch)
@@ -94,8 +100,40 @@ def main() -> None:
                     saves.write(json.dumps(line) + "\n")
 
     (args.notes / f"final-{rank}.json").write_text(json.dumps(digests(model, optimizer), indent=1))
+    (args.notes / f"whole-at-end-{world_size}-{rank}.json").write_text(json.dumps(whole(model, optimizer)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def deal_out(name: str, values: Sequence[Any], rank: int, world_size: int) -> Any:
+    """What a rank takes of values that differed between ranks, when there are more or fewer of them than before: the
+    data begins anew, since every rank's share of it is another one now."""
+    return None if name == "$data" else values[rank % len(values)]
+
+
+def note_restore(notes: Path, rank: int, world_size: int, restored: ckpt.Restored | None) -> None:
+    """What this rank read, and from where, for the table at the end."""
+    if restored is not None:
+        line = {
+            "rank": rank,
+            "ranks": world_size,
+            "node": os.environ.get("CKPT_MIRROR_DIR", ""),
+            "step": restored.step,
+            "bytes": dict(restored.bytes),
+            "seconds": sum(restored.seconds.values()),
+        }
+        with (notes / "restores.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Name → digest of the whole tensor, gathered from all ranks: the same however they share it."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        slots = {f"{name}.{slot}": value for slot, value in sorted(optimizer.state.get(parameter, {}).items())}
+        for path, tensor in {name: parameter, **slots}.items():
+            found[path] = digest(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    return found
 
 
 def enumerate_epochs(
