@@ -105,7 +105,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def deal_out(name: str, values: Sequence[Any], rank: int, world_size: int) -> Any:
+def deal_out(name: str, values: Sequence[Any], rank: int, _world_size: int) -> Any:
     """What a rank takes of values that differed between ranks, when there are more or fewer of them than before: the
     data begins anew, since every rank's share of it is another one now."""
     return None if name == "$data" else values[rank % len(values)]
