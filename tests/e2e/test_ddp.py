@@ -73,7 +73,7 @@ def resumes(url: str, whole: Path) -> None:
         losses = [unhurt.train(step) for step in range(8)]
 
         first = Replicated()
-        saver = ckpt.Checkpointer(url, first.state, options=quiet())
+        saver = ckpt.Checkpointer(url, first.state, mirror="off", options=quiet())
         saver.restore()
         calls = counted(saver)
         seen = []
@@ -89,7 +89,7 @@ def resumes(url: str, whole: Path) -> None:
         dist.barrier()
 
         second = Replicated(seed=7)
-        saver = ckpt.Checkpointer(url, second.state, options=quiet())
+        saver = ckpt.Checkpointer(url, second.state, mirror="off", options=quiet())
         assert saver.restore() == 5
         assert second.bytes() == first.bytes()
         again = saver.save(6)
@@ -142,7 +142,7 @@ def embeds(url: str, whole: Path) -> None:
         model(torch.arange(9)).sum().backward()
         optimizer.step()
         state: dict[str, object] = {"model": model, "optimizer": optimizer}
-        saver = ckpt.Checkpointer(url, state, options=quiet(chunk="16KiB"))
+        saver = ckpt.Checkpointer(url, state, mirror="off", options=quiet(chunk="16KiB"))
         saver.restore()
         ticket = saver.save(1)
         ticket.wait(PATIENT)
@@ -172,7 +172,7 @@ def job(url: str, out: str, fatal: int) -> None:
     """A whole training as a user writes it. Rank 1 dies in the body of step `fatal`, the first time."""
     with group() as rank:
 
-        @ckpt.checkpointed(url, every=2, options=quiet())
+        @ckpt.checkpointed(url, every=2, mirror="off", options=quiet())
         def train(run: ckpt.Run) -> None:
             training = Replicated()
             data = TensorDataset(torch.randn(60, 8, generator=torch.Generator().manual_seed(4)))
@@ -223,7 +223,7 @@ def flipped(tensor: torch.Tensor, here: bool) -> Iterator[None]:
 def corrupts(url: str) -> None:
     with group() as rank:
         training = Replicated()
-        saver = ckpt.Checkpointer(url, training.state, options=quiet(replica_check=2, commit_wait=600))
+        saver = ckpt.Checkpointer(url, training.state, mirror="off", options=quiet(replica_check=2, commit_wait=600))
         saver.restore()
         training.train(0)
         saver.save(1).wait(PATIENT)

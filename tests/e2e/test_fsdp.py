@@ -102,7 +102,7 @@ def test_shards_along_dimension_1_go_on_bit_for_bit(tmp_path: Path) -> None:
 def trains_between_saves(url: str) -> None:
     with group():
         training = by_rows(0)
-        saver = ckpt.Checkpointer(url, training.state, options=quiet())
+        saver = ckpt.Checkpointer(url, training.state, mirror="off", options=quiet())
         saver.restore()
         for step in range(3):  # the optimizer's state appears with the first step
             saver.save(step).wait(PATIENT)
@@ -114,7 +114,7 @@ def trains_between_saves(url: str) -> None:
         saver.close()
 
         other = by_rows(5)
-        saver = ckpt.Checkpointer(url, other.state, options=quiet())
+        saver = ckpt.Checkpointer(url, other.state, mirror="off", options=quiet())
         assert saver.restore(0) == 0
         assert not other.optimizer.state, "before its first step an optimizer has no state"
         assert saver.restore("1/3") == 3
@@ -146,7 +146,7 @@ def mixed(url: str) -> None:
         net = Wide()
         fully_shard(net)
         training = Parallel(net, 8)
-        saver = ckpt.Checkpointer(url, training.state, options=quiet(chunk="4KiB"))
+        saver = ckpt.Checkpointer(url, training.state, mirror="off", options=quiet(chunk="4KiB"))
         saver.restore()
         training.train(0)
         saver.save(1).wait(PATIENT)

@@ -118,12 +118,12 @@ def placed(url: str) -> None:
             return found
 
         first = state(None)
-        saver = ckpt.Checkpointer(url, first, options=quiet())
+        saver = ckpt.Checkpointer(url, first, mirror="off", options=quiet())
         saver.restore()
         saver.save(1).wait(PATIENT)
         saver.close()
         second = state(-1.0)
-        saver = ckpt.Checkpointer(url, second, options=quiet())
+        saver = ckpt.Checkpointer(url, second, mirror="off", options=quiet())
         assert saver.restore() == 1
         again = saver.save(2)
         again.wait(PATIENT)
@@ -148,7 +148,7 @@ def refuses(url: str) -> None:
     with group() as rank:
         mesh = init_device_mesh("cpu", (2, 2))
         state: dict[str, object] = {"fine": torch.ones(3)}
-        saver = ckpt.Checkpointer(url, state, options=quiet())
+        saver = ckpt.Checkpointer(url, state, mirror="off", options=quiet())
         saver.restore()
         summand = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial()], run_check=False)
         strided = DTensor.from_local(

@@ -54,11 +54,11 @@ def keeps_its_own(url: str) -> None:
             }
 
         first = state(10 + rank)
-        with ckpt.Checkpointer(url, first, options=quiet(replica_check=1)) as saver:
+        with ckpt.Checkpointer(url, first, mirror="off", options=quiet(replica_check=1)) as saver:
             saver.restore()
             saver.save(1).wait(PATIENT)
         second = state(0)
-        with ckpt.Checkpointer(url, second, options=quiet(replica_check=1)) as saver:
+        with ckpt.Checkpointer(url, second, mirror="off", options=quiet(replica_check=1)) as saver:
             assert saver.restore() == 1
             noise, seen = (saver.state[name].value for name in ("noise", "seen"))  # type: ignore[attr-defined]
             assert torch.equal(noise, torch.full((2 + rank, 3), 10.0 + rank))
@@ -82,7 +82,7 @@ def test_what_is_declared_per_rank_comes_back_to_its_rank_of_any_shape(tmp_path:
 
 def forgets_to_declare(url: str) -> None:
     with group() as rank:
-        saver = ckpt.Checkpointer(url, {"x": torch.zeros(2 + (rank == 1))}, options=quiet())
+        saver = ckpt.Checkpointer(url, {"x": torch.zeros(2 + (rank == 1))}, mirror="off", options=quiet())
         saver.restore()
         for _ in range(2):  # asked again, refused again, nobody hangs
             with pytest.raises(LayoutMismatch, match=r"x: .*ckpt\.PerRank") as told:
@@ -114,11 +114,11 @@ def has_more(url: str) -> None:
                 found["pair"] = torch.full((3,), fill + 2)
             return found
 
-        with ckpt.Checkpointer(url, state(5.0), options=quiet()) as saver:
+        with ckpt.Checkpointer(url, state(5.0), mirror="off", options=quiet()) as saver:
             saver.restore()
             saver.save(1).wait(PATIENT)
         second = state(0.0)
-        with ckpt.Checkpointer(url, second, options=quiet()) as saver:
+        with ckpt.Checkpointer(url, second, mirror="off", options=quiet()) as saver:
             assert saver.restore() == 1
             assert {name: float(tensor[0]) for name, tensor in second.items()} == {  # type: ignore[index]
                 name: float(tensor[0])  # type: ignore[index]
@@ -129,7 +129,10 @@ def has_more(url: str) -> None:
             assert again.report is not None and again.report.changed == 0, again.report
         # Stored, and live nowhere any more: that is a difference, told on all ranks.
         second.pop("pair", None)
-        with ckpt.Checkpointer(url, second, options=quiet()) as saver, pytest.raises(LayoutMismatch, match="pair"):
+        with (
+            ckpt.Checkpointer(url, second, mirror="off", options=quiet()) as saver,
+            pytest.raises(LayoutMismatch, match="pair"),
+        ):
             saver.restore()
 
 
@@ -151,7 +154,7 @@ def drifts_apart(url: str) -> None:
             stages(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)))
         if rank:
             state["stage"] = stages
-        saver = ckpt.Checkpointer(url, state, options=quiet())
+        saver = ckpt.Checkpointer(url, state, mirror="off", options=quiet())
         saver.restore()
         calls = counted(saver)
         seen = []
@@ -181,7 +184,7 @@ def test_buffers_cost_a_gather_only_when_they_begin_to_differ(tmp_path: Path) ->
 def refuses_on_one(url: str) -> None:
     with group() as rank:
         state: dict[str, object] = {"t": torch.zeros(9), "v": (lambda: 0) if rank == 1 else 3}
-        saver = ckpt.Checkpointer(url, state, options=quiet())
+        saver = ckpt.Checkpointer(url, state, mirror="off", options=quiet())
         saver.restore()
         kind, says = (UnsupportedState, "v") if rank == 1 else (SaveFailed, "rank 1 could not capture")
         for _ in range(2):
@@ -200,7 +203,7 @@ def test_what_one_rank_refuses_no_rank_saves_and_the_next_save_works(tmp_path: P
 
 def disagrees(url: str) -> None:
     with group() as rank:
-        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, every=5, options=quiet())
+        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, every=5, mirror="off", options=quiet())
         saver.restore()
         with pytest.raises(CheckpointError, match="different steps, from 7 to 9"):
             saver.save(7 + rank)
@@ -221,7 +224,7 @@ def test_unequal_steps_are_an_error_on_all_ranks_and_equal_ones_work_again(tmp_p
 
 def saves_alone(url: str) -> None:
     with group() as rank:
-        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, options=quiet())
+        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, mirror="off", options=quiet())
         saver.restore()
         saver.step(1)
         with pytest.raises(CheckpointError, match=r"some ranks called save\(\) and others step\(\)"):
@@ -238,7 +241,7 @@ def test_a_save_inside_if_rank_0_is_an_error_on_all_ranks_at_once_where_the_othe
 
 def saves_while_others_train(url: str) -> None:
     with group() as rank:
-        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, options=quiet(group_timeout=1))
+        saver = ckpt.Checkpointer(url, {"t": torch.zeros(9)}, mirror="off", options=quiet(group_timeout=1))
         saver.restore()
         if rank == 0:
             with pytest.raises(CheckpointError, match=r"save\(\)/restore\(\) was not called on every rank"):
@@ -263,7 +266,9 @@ def is_slow(url: str) -> None:
     with group() as rank:
         store = GateStore(LocalStore(url), verbs=frozenset({"put"}), where=lambda key: key.startswith("parts/"))
         store.gate.set()
-        saver = ckpt.Checkpointer(store, {"t": torch.zeros(9)}, every=1, when_busy="skip", options=quiet())
+        saver = ckpt.Checkpointer(
+            store, {"t": torch.zeros(9)}, every=1, when_busy="skip", mirror="off", options=quiet()
+        )
         saver.restore()
         if rank == 1:
             store.gate.clear()
@@ -301,7 +306,7 @@ def fails_once(url: str, on_error: str) -> None:
     with group() as rank:
         store = SwitchStore(LocalStore(url))
         tensor = torch.zeros(4000)
-        saver = ckpt.Checkpointer(store, {"t": tensor}, options=quiet(on_error=on_error, commit_wait=600))
+        saver = ckpt.Checkpointer(store, {"t": tensor}, mirror="off", options=quiet(on_error=on_error, commit_wait=600))
         saver.restore()
         saver.save(1).wait(PATIENT)
         tensor += 1

@@ -146,7 +146,7 @@ def goes_on_bit_for_bit(url: str, build: Callable[[int], Parallel], whole: Path,
     Leaves two snapshots of one state (steps 4 and 5), and one (9) that stored nothing of its own.
     """
     first = build(0)
-    saver = ckpt.Checkpointer(url, first.state, options=quiet(**options))
+    saver = ckpt.Checkpointer(url, first.state, mirror="off", options=quiet(**options))
     assert saver.restore() == 0
     calls = counted(saver)
     for step in range(4):
@@ -167,7 +167,7 @@ def goes_on_bit_for_bit(url: str, build: Callable[[int], Parallel], whole: Path,
     note_whole(first.state, whole)
 
     second = build(9)
-    saver = ckpt.Checkpointer(url, second.state, options=quiet(**options))
+    saver = ckpt.Checkpointer(url, second.state, mirror="off", options=quiet(**options))
     assert saver.restore() == 5
     assert local_bytes(second.state) == saved
     calls = counted(saver)
