@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ def test_one_process_alone_answers_every_call_by_itself() -> None:
     assert ranks.vote_async([7]).result() == [7]
     assert ranks.gather(b"abc") == [b"abc"]
     assert ranks.broadcast(b"") == b""
+    assert ranks.exchange({}, {}) == {}
     with pytest.raises(ValueError, match="takes data there and None elsewhere"):
         ranks.broadcast(None)
     ranks.close()
@@ -50,6 +52,12 @@ def speak() -> None:
     every_byte = bytes(range(256))
     assert ranks.broadcast(every_byte if r == 1 else None, src=1) == every_byte
     assert ranks.broadcast(b"" if r == 0 else None) == b""
+    # Any pairs at once, each way, large and small; some ranks have nothing to say.
+    out = {0: {1: b"a" * 3_000_000, 2: b"b"}, 1: {0: b"c" * 5}, 2: {}}
+    sizes = {src: len(sent[r]) for src, sent in out.items() if r in sent}
+    for _ in range(2):
+        got = ranks.exchange({dst: np.frombuffer(data, np.uint8).copy() for dst, data in out[r].items()}, sizes)
+        assert {src: data.tobytes() for src, data in got.items()} == {s: out[s][r] for s in sizes}
     for step in range(5):  # begun at one step, read at the next
         pending = ranks.vote_async([int(step == 3 and r == 2)])
         tensor = torch.ones(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from storage_backends.base import Store
 from storage_backends.memory import MemoryStore
 from tests.recovery.lives import train_and_store
 from tests.support.faulty import FaultyStore
+from tests.support.mirrors import leave_mirror, look, spoil
 from tests.support.peers import on_ranks
 from tests.support.stores import Each, Split, by_name, by_rows, flipped, make_store
 from tests.support.training import Training
@@ -510,3 +512,56 @@ def test_per_rank_leaves_on_another_number_of_ranks_must_be_equal(differs: bool)
     else:
         assert all(isinstance(result, Restored) for result in results)
     assert all(state["mean"].tolist() == [1.0 if differs else 0.0] * 3 for state in states)
+
+
+# --- mirrors and peers ---
+
+
+def test_a_process_whose_mirror_is_there_reads_no_pack(tmp_path: Path) -> None:
+    store = MemoryStore()
+    then, ids = train_and_store(store, [2, 5])
+    leave_mirror(tmp_path, store, ids[-1], 0)
+    counted, other = FaultyStore(store), Training(seed=77)
+    with look(tmp_path, store, 0) as holdings:
+        restored = _whole(counted, other, holdings=holdings)
+    assert other.bytes() == then[5]
+    assert not any(key.startswith(PACKS) for _, key in counted.calls)
+    assert restored.bytes["own mirror"] > 1000 and not restored.problems
+    assert "store" not in restored.bytes and "own mirror" in str(restored)
+
+
+def test_what_is_wrong_with_a_mirror_is_said_and_the_store_gives_the_rest(tmp_path: Path) -> None:
+    """K1: a flipped bit costs one chunk."""
+    store = MemoryStore()
+    then, ids = train_and_store(store, [2, 5])
+    path = leave_mirror(tmp_path, store, ids[-1], 0)
+    other = Training(seed=77)
+    with look(tmp_path, store, 0) as holdings:
+        whole = _whole(store, other, holdings=holdings).bytes["own mirror"]
+    largest = max(other.state["model"].parameters(), key=lambda p: p.numel())  # type: ignore[attr-defined]
+    spoil(path, largest.detach().numpy().tobytes()[:64])
+    again = Training(seed=78)
+    with look(tmp_path, store, 0) as holdings:
+        restored = _whole(store, again, holdings=holdings)
+    assert again.bytes() == then[5]
+    assert restored.bytes["store"] > 0 and 0 < restored.bytes["own mirror"] < whole
+    assert "are not what the store says they are" in restored.problems[0] and restored.problems[0] in str(restored)
+
+
+def test_replicas_of_a_lost_node_come_from_the_other_and_the_store_serves_documents_only(tmp_path: Path) -> None:
+    store = MemoryStore()
+    then, ids = train_and_store(store, [2, 5], ranks=2)
+    leave_mirror(tmp_path / "node0", store, ids[-1], 0, also=[1])
+    counted = FaultyStore(store)
+
+    def come_back(ranks: Peers) -> tuple[Restored, dict[str, bytes]]:
+        training = Training(seed=ranks.rank)
+        with look(tmp_path / f"node{ranks.rank}", store, ranks.rank) as holdings:
+            return _whole(counted, training, peers=ranks, holdings=holdings), training.bytes()
+
+    survivor, lost = on_ranks(2, come_back)
+    assert not isinstance(survivor, Exception) and not isinstance(lost, Exception), (survivor, lost)
+    assert survivor[1] == lost[1] == then[5]
+    assert not any(key.startswith(PACKS) for _, key in counted.calls)
+    assert lost[0].bytes["peers"] > 1000 and "own mirror" not in lost[0].bytes
+    assert survivor[0].bytes["own mirror"] > 1000
