@@ -111,6 +111,8 @@ def publish(
                     if not isinstance(parts, str):
                         return step.commit(parts)
                     missing = parts
+                    if world_size == 1:  # its put was said to have worked, and there is nobody to wait for
+                        raise step.failed(missing)
         except StorageError as error:
             # The store has been asked more than once by now (retry.py). Alone, nobody else will commit; refused will
             # stay refused; else another rank may have more luck, and a look is cheap.

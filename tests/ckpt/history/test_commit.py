@@ -420,3 +420,14 @@ def test_revisions_are_none_of_the_committers_business() -> None:
     store.put(PartName(ID, 1, revision=1).key, datas[1])
     with pytest.raises(SaveFailed, match="no part of rank 1"):
         published(store, own, FakeClock(), ranks=2, wait=1.0)
+
+
+def test_a_part_of_a_lone_rank_that_is_not_there_to_read_is_not_waited_for() -> None:
+    """M2: the store said yes and kept nothing."""
+    store = MemoryStore()
+    own = alone(store)
+    store.delete([own.key])
+    clock = FakeClock()
+    with pytest.raises(SaveFailed, match="is gone"):
+        published(store, own, clock)
+    assert clock.slept == []
