@@ -29,7 +29,7 @@ from ckpt.history.sweeper import Sweeper
 from ckpt.leaves import Flat, Flattener
 from ckpt.metrics import plain_metrics
 from ckpt.mirror.mirror import open_mirror
-from ckpt.options import Options, seconds, size
+from ckpt.options import Options, one_of, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import random_states, set_random_states
@@ -48,6 +48,8 @@ from storage_backends import open_store
 from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
+
+PATIENCE = 60.0  # seconds that a process which ends without `close()` waits for the parts of other ranks
 
 
 class Checkpointer:
@@ -83,8 +85,8 @@ class Checkpointer:
         fresh: bool = False,
         options: Options | None = None,
     ) -> None:
-        _one_of("capture", capture, ("copy",))
-        _one_of("when_busy", when_busy, ("wait", "skip"))
+        one_of("capture", capture, ("copy",))
+        one_of("when_busy", when_busy, ("wait", "skip"))
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
         if not isinstance(state, Mapping):
@@ -104,10 +106,9 @@ class Checkpointer:
         self._fresh = fresh
         self._clock = SystemClock()
         self._ranks = open_ranks(None if opt.group_timeout is None else seconds(opt.group_timeout))
-        who = identity(torchrun_job())
-        self._tenure = Tenure(self._store, self._clock, self._ranks, who, seconds(opt.heartbeat))
-        self._flattener = Flattener(self._state)
         ranks = self._ranks
+        self._tenure = Tenure(self._store, self._clock, ranks, identity(torchrun_job()), seconds(opt.heartbeat))
+        self._flattener = Flattener(self._state)
         self._mirror = open_mirror(mirror, self._store.url, rank=ranks.rank, world_size=ranks.world_size)
         self._taking = Taking(ranks, self._mirror, chunk=size(opt.chunk), replica_check=opt.replica_check)
         self._position = Position()
@@ -435,16 +436,14 @@ class Checkpointer:
     def _flush_at_exit(self) -> None:
         """A script that falls off its end: its last save is made durable before the interpreter goes."""
         try:
-            # Set when the interpreter has printed what the script raised.
-            self._leave() if hasattr(sys, "last_value") else self.close()
+            if hasattr(sys, "last_value"):  # the interpreter has printed what the script raised
+                self._leave()
+            elif not self._writer.wait(PATIENCE):  # other ranks may be gone; if they are not, the last one commits
+                self._writer.leave()
+            self.close()
         except Exception as error:
             log.error("at exit: %s", error)
 
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")

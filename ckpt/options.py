@@ -38,6 +38,12 @@ def _quantity(value: str | float, units: dict[str, float] | dict[str, int], expe
     raise ValueError(f"{value!r}: expected {expected}")
 
 
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError that names the argument."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a `Checkpointer` works inside. Durations and sizes may be text (``"10min"``, ``"256MB"``) or numbers.

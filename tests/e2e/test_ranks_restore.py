@@ -168,11 +168,11 @@ def test_a_copy_that_fails_on_one_rank_fails_that_save_on_all_and_replicas_are_c
 # --- data
 
 
-def loader_of(kind: str, workers: int) -> DataLoader[Any]:
+def loader_of(kind: str) -> DataLoader[Any]:
     data = TensorDataset(torch.arange(60))
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=3)
     make: Any = StatefulDataLoader if kind == "stateful" else DataLoader
-    loader: DataLoader[Any] = make(data, batch_size=4, sampler=sampler, num_workers=workers)
+    loader: DataLoader[Any] = make(data, batch_size=4, sampler=sampler)
     return loader
 
 
@@ -186,7 +186,7 @@ def draws_its_own(url: str, kind: str) -> None:
             state: dict[str, object] = {"seen": seen, "t": torch.zeros(3)}
             with ckpt.Checkpointer(url, state, mirror="off", options=quiet()) as saver:
                 saver.restore()
-                for step, (x,) in saver.batches(loader_of(kind, 0), last):
+                for step, (x,) in saver.batches(loader_of(kind), last):
                     saver.state["seen"] = [*saver.state["seen"], (step, x.tolist(), torch.rand(1).item())]  # type: ignore[misc]
                     saver.save(step + 1)
                 return list(saver.state["seen"])  # type: ignore[call-overload]
@@ -233,7 +233,7 @@ def is_terminated(url: str, how: str) -> None:
             @ckpt.checkpointed(url, every=1000, mirror="off", options=quiet())
             def train(run: ckpt.Run) -> None:
                 run.track(t=tensor)
-                for step, _ in run.batches(loader_of("plain", 0), 100):
+                for step, _ in run.batches(loader_of("plain"), 100):
                     one(step)
                 assert run.stopping
 
@@ -328,6 +328,38 @@ def test_a_rank_whose_peer_died_ends_without_waiting_for_its_part(tmp_path: Path
         survivor, _ = job.wait()
     assert "ZeroDivisionError" in survivor.out and "no part of rank 1" in survivor.out, survivor.out
     assert not open_store(str(tmp_path / "store")).list("snapshots/")
+
+
+FALLS_OFF = """
+    import os, signal, sys
+    import torch
+    import torch.distributed as dist
+    import ckpt
+    from storage_backends.local import LocalStore
+    from tests.support.faulty import GateStore
+
+    dist.init_process_group("gloo")
+    store = GateStore(LocalStore(sys.argv[1]), verbs=frozenset({"put"}), where=lambda key: key.startswith("parts/"))
+    saver = ckpt.Checkpointer(store, {"t": torch.zeros(9)}, mirror="off", options=ckpt.Options(commit_wait=600))
+    saver.restore()
+    if dist.get_rank() == 0:
+        store.gate.set()
+    saver.save(1)
+    if dist.get_rank() == 1:
+        assert store.arrived.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.readline()
+    raise ZeroDivisionError("as training does when a peer is gone")
+"""
+
+
+def test_a_script_that_ends_with_an_error_and_without_close_does_not_wait_for_a_dead_peer(tmp_path: Path) -> None:
+    with Job(FALLS_OFF, 2, [str(tmp_path / "store")]) as job:
+        assert job.ended(1) == -signal.SIGKILL
+        job.tell(0)
+        assert job.ended(0, PATIENT) == 1
+        survivor, _ = job.wait()
+    assert "ZeroDivisionError" in survivor.out and "no part of rank 1" in survivor.out, survivor.out
 
 
 # --- refused
