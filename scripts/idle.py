@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAT = Path("/proc/stat")
+WAITED = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,14 @@ def _busy() -> float:
         return 0.0
     ticks = list(map(int, fields[:8]))  # user, nice, system, idle, iowait, irq, softirq, steal
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def waited() -> float:
+    """Seconds that this thread, since it began, was ready to run and had no core; 0 where the system does not say."""
+    try:
+        return int(WAITED.read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def busy_cores(seconds: float = 1.0) -> float:
