@@ -125,7 +125,7 @@ def command(
         _print_leaves(leaves)
     lines = [f"{name} is tied to {path}" for name, path in sorted(aliases.items())]
     for name in sorted({name for by_name in values.values() for name in by_name}):
-        lines += _value_lines({rank: by_name.get(name, {}) for rank, by_name in values.items()})
+        lines += _value_lines(name, {rank: by_name.get(name, {}) for rank, by_name in values.items()})
     if lines:
         print()
     for line in lines:
@@ -180,10 +180,11 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(word) if word.isdecimal() else 0, word) for word in re.split(r"([0-9]+)", path)]
 
 
-def _value_lines(of_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """The values under one name of the state: one line where all ranks hold the same, else one for each text."""
+def _value_lines(name: str, of_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """The values under one name of the state: one line where all ranks hold the same, else one for each text. Empty
+    dicts inside are left out: an optimizer has them for what are tensors, and those have rows."""
     lines: list[str] = []
-    paths = list(dict.fromkeys(path for found in of_rank.values() for path in found))
+    paths = list(dict.fromkeys(p for found in of_rank.values() for p, v in found.items() if v != {} or p == name))
     for path in paths[:VALUES_SHOWN]:
         said: dict[str, _Said] = {}
         for rank, found in of_rank.items():

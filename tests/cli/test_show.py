@@ -161,13 +161,16 @@ def test_random_states_are_not_shown_and_tensors_have_a_row_not_a_line(ckpt: Ckp
     values = [
         {
             "$random": encode({"python": [1, 2]}, "$random"),
-            "optimizer": encode({"lr": 0.1, "moment": Ref("optimizer.moment")}, "optimizer"),
+            "optimizer": encode({"lr": 0.1, "moment": Ref("optimizer.moment"), "shared": {}}, "optimizer"),
+            "seen": encode({}, "seen"),
         }
     ]
     make_store(LocalStore(tmp_path), [{"optimizer.moment": np.zeros(8)}], values=values)
     said = ckpt("show", tmp_path)
-    assert said.out.split("\n\n")[2] == "optimizer.lr = 0.1\n"
-    assert ckpt("show", tmp_path, "--json").json["values"] == {"0": {"optimizer.lr": 0.1}}
+    assert said.out.split("\n\n")[2] == "optimizer.lr = 0.1\nseen = {}\n"
+    assert ckpt("show", tmp_path, "--json").json["values"] == {
+        "0": {"optimizer.lr": 0.1, "optimizer.shared": {}, "seen": {}}
+    }
 
 
 def test_long_values_are_cut_and_are_whole_in_json(ckpt: Ckpt, tmp_path: Path) -> None:
