@@ -25,8 +25,9 @@ def command(
 ) -> None:
     """List the mirrors on this machine.
 
-    They are the shared memory in which jobs keep their last state, for a quick restart. A mirror whose job is to be started again here is dead too until then: sweep when no restart is to come. Other
-    users' files are neither read nor removed.
+    They are the shared memory in which jobs keep their last state, for a quick restart. A mirror whose job is to be
+    started again here is dead too until then: sweep when no restart is to come. Other users' files are neither read
+    nor removed.
 
     Exit codes: 0 done; 2 a folder or a file was not looked into, and why is said.
     """
