@@ -90,12 +90,11 @@ class Book:
     pages: dict[int, Page] = field(default_factory=dict)
     told: int = 0
 
-    def begin(self, step: int, state: dict[str, object]) -> int:
+    def begin(self, step: int, state: dict[str, object]) -> None:
         """Before `save()`: a save that fails may have landed."""
         attempt = state["attempt"]
         assert isinstance(attempt, int)
         self.pages[attempt] = Page(step, content(state))
-        return attempt
 
     def check(self, step: int, state: dict[str, object]) -> int:
         """That a state which was read back is what was saved as this step; its attempt."""
@@ -132,17 +131,21 @@ class Process:
         assert step is not None or attempt >= self.book.told, f"{self.book.told} was committed, {attempt} came back"
         return attempt
 
-    def save(self) -> bool:
-        """Train a step and save it; whether that is known to be committed."""
+    def begin_save(self) -> ckpt.Ticket:
+        """Train a step, write it down, and begin to save it."""
         self.step += 1
         self.subject.change(1 + max(self.book.pages, default=0))
         self.saver.state.update(self.subject.state)
-        attempt = self.book.begin(self.step, self.state)
+        self.book.begin(self.step, self.state)
+        return self.saver.save(self.step)
+
+    def save(self) -> bool:
+        """Train a step and save it; whether that is known to be committed."""
         try:
-            self.saver.save(self.step).wait(60)
+            self.begin_save().wait(60)
         except (StorageError, CheckpointError):
             return False
-        self.book.told = attempt
+        self.book.told = max(self.book.pages)
         return True
 
     def __enter__(self) -> Process:

@@ -14,6 +14,7 @@ import pytest
 import ckpt
 from ckpt.cli import main
 from ckpt.errors import DamagedError, NoSnapshot, Refused, SaveFailed, StoreInUse
+from ckpt.format import values
 from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PartName, SnapshotId, SnapshotName
 from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
@@ -57,10 +58,7 @@ def test_right_after_save_everybody_sees_the_last_published_step(
         process.restore()
         assert process.save()
         gate.gate.clear()
-        process.subject.change(2)
-        process.saver.state.update(process.subject.state)
-        book.begin(2, process.state)
-        ticket = process.saver.save(2)
+        ticket = process.begin_save()
         assert gate.arrived.wait(60)
         assert not ticket.done()
         assert listed(tmp_path, capsys) == [1]
@@ -85,10 +83,7 @@ def test_a_save_left_in_flight_is_never_published_under_the_step_that_a_new_star
     first.restore()
     assert first.save()
     gate.gate.clear()
-    first.subject.change(2)
-    first.saver.state.update(first.subject.state)
-    book.begin(2, first.state)
-    ticket = first.saver.save(2)
+    ticket = first.begin_save()
     assert gate.arrived.wait(60)
     with pytest.raises(SaveFailed, match="step 2"):
         first.saver.close(timeout=0.01)
@@ -227,7 +222,7 @@ def test_whatever_the_writers_threads_die_of_is_told_and_the_next_save_works(fol
         assert [s.step for s in read_history(store).snapshots] == [1, 3]
 
 
-@pytest.mark.parametrize("where", [(ckpt.checkpointer.values, "encode"), (Capturer, "take")])
+@pytest.mark.parametrize("where", [(values, "encode"), (Capturer, "take")])
 def test_no_memory_while_the_state_is_captured_fails_that_save_only(
     monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
@@ -295,11 +290,7 @@ def test_a_prune_beside_a_save_and_a_reader_leaves_the_one_alone_and_tells_the_o
         for _ in range(5):
             assert process.save()
         gate.gate.clear()
-        process.step += 1
-        process.subject.change(6)
-        process.saver.state.update(process.subject.state)
-        book.begin(6, process.state)
-        ticket = process.saver.save(6)
+        ticket = process.begin_save()
         assert gate.arrived.wait(60)
         reading.gate.clear()
         reader = threading.Thread(target=read)
@@ -362,9 +353,10 @@ def test_what_a_store_only_claims_to_have_stored_is_noticed_and_named(
     assert store.told
     assert published == (folder == PACKS)
     code = main(["verify", str(tmp_path), "--deep", "--json"])
-    errors = {f["key"]: f for f in json.loads(capsys.readouterr().out)["findings"] if f["level"] == "error"}
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    errors = {f["key"]: f for f in findings if f["level"] == "error"}
     if folder == PACKS or lie != "keeps the old object":
-        assert (code, errors.keys()) == (1, set(store.told))
+        assert (code, set(errors)) == (1, set(store.told))
         assert {finding["step"] for finding in errors.values()} == {2}
     else:
         assert (code, errors) == (0, {}), "there is no trace of the step"
