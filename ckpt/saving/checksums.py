@@ -94,7 +94,10 @@ def buffers_hash(flat: Flat, only: Collection[str] | None = None) -> tuple[int, 
     far = [path for path, tensor in held.items() if tensor.device.type != "cpu"]
     texts = dict(zip(far, checksums([held[path] for path in far]), strict=True))
     hashes = {
-        path: xxhash.xxh3_64_intdigest(texts.get(path) or as_bits(tensor).contiguous().numpy().data) >> 1
+        path: xxhash.xxh3_64_intdigest(
+            texts[path].encode() if path in texts else as_bits(tensor).contiguous().numpy().data
+        )
+        >> 1
         for path, tensor in sorted(held.items())
     }
     if not hashes:
