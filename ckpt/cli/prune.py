@@ -13,14 +13,14 @@ from ckpt.cli.screen import (
     Url,
     bytes_text,
     count,
+    find_any,
     open_url,
     print_json,
     print_table,
     printable,
 )
-from ckpt.errors import NoSnapshot
-from ckpt.format.names import SnapshotId, SnapshotName
-from ckpt.history.catalog import History, find, read_history
+from ckpt.format.names import SnapshotId
+from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
 from ckpt.history.retention import Keep, Pruned, PrunePlan, execute, plan_prune
 from ckpt.options import seconds
@@ -86,26 +86,11 @@ def _grace(text: str) -> float:
 
 
 def _asked(store: Store, names: Sequence[str]) -> list[SnapshotId]:
-    """The snapshots that --remove names; one that cannot be read has no other name than where it lies."""
+    """The snapshots that --remove names."""
     if not names:
         return []
     history = read_history(store)
-    found = []
-    for name in names:
-        try:
-            found.append(find(history, name))
-        except NoSnapshot:
-            damaged = [id_ for id_ in _unlisted(history) if name in (str(id_), id_.short, str(id_.step))]
-            if len(damaged) != 1:
-                raise
-            found.append(damaged[0])
-    return found
-
-
-def _unlisted(history: History) -> list[SnapshotId]:
-    """Snapshots that lie on the store and cannot be restored: damaged ones, and those whose parts are gone."""
-    ids = {name.id for problem in history.problems if (name := SnapshotName.parse(problem.key)) is not None}
-    return sorted(ids - history.snapshots.keys())
+    return [find_any(history, name) for name in names]
 
 
 def _print_plan(plan: PrunePlan, dry_run: bool) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from ckpt.format.names import SnapshotId
-from ckpt.history.catalog import History
+from ckpt.errors import NoSnapshot
+from ckpt.format.names import SnapshotId, SnapshotName
+from ckpt.history.catalog import History, find
 from storage_backends import open_store
 from storage_backends.base import Store
 
@@ -46,6 +47,23 @@ def open_url(url: str, options: Sequence[str] | None) -> Store:
         except msgspec.DecodeError:
             parsed[name] = text
     return open_store(url, **parsed)
+
+
+def find_any(history: History, name: str) -> SnapshotId:
+    """The snapshot a user named, or one of that name that cannot be restored: whoever asks why, or wants it gone, must
+    be able to name it.
+
+    Raises:
+        NoSnapshot: there is none, or more than one; the message lists what there is.
+    """
+    try:
+        return find(history, name)
+    except NoSnapshot:
+        lost = {key.id for problem in history.problems if (key := SnapshotName.parse(problem.key)) is not None}
+        lost = {id_ for id_ in lost - history.snapshots.keys() if name in (str(id_), id_.short, str(id_.step))}
+        if len(lost) != 1:
+            raise
+        return lost.pop()
 
 
 def pins_of(history: History, id_: SnapshotId) -> list[str]:

@@ -17,6 +17,7 @@ from ckpt.cli.screen import (
     bytes_text,
     count,
     cut,
+    find_any,
     metrics_text,
     open_url,
     pins_of,
@@ -27,7 +28,7 @@ from ckpt.cli.screen import (
 from ckpt.cli.spelling import jsonable, value_text
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow
 from ckpt.format.values import decode, flat
-from ckpt.history.catalog import find, read_history
+from ckpt.history.catalog import read_history
 from recovery.read import open_snapshot, read_parts
 
 VALUE_WIDTH = 120
@@ -78,7 +79,7 @@ def command(
         raise ValueError(f"STEP {step} and --step {step_option} are two snapshots; name one of them")
     store = open_url(url, storage_option)
     history = read_history(store)
-    id_ = find(history, step_option or step or "latest")
+    id_ = find_any(history, step_option or step or "latest")
     snapshot = open_snapshot(store, id_).snapshot
     parts = read_parts(store, snapshot)
     leaves = _leaves(parts.values())

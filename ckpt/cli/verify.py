@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, printable
+from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, find_any, open_url, print_json, printable
 from ckpt.errors import NoSnapshot
 from ckpt.format.names import ALIVE, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
-from ckpt.history.catalog import find, read_history
+from ckpt.history.catalog import read_history
 from recovery.verify import Finding, verify
 from storage_backends.base import Store
 
@@ -42,7 +42,7 @@ def command(
     Exit codes: 0 whole; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
     store = open_url(url, storage_option)
-    only = None if step is None else find(read_history(store), step)
+    only = None if step is None else find_any(read_history(store), step)
     checked = _checked(store, only)
     findings = []
     for finding in verify(store, deep=deep, only=only):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_one_snapshot_alone(ckpt: Ckpt, tmp_path: Path) -> None:
     assert said.lines[-1] == "1 error in step 1/30; cannot be restored: step 30"
 
 
+def test_a_snapshot_that_cannot_be_read_can_be_asked_after_by_name(ckpt: Ckpt, tmp_path: Path) -> None:
+    store, ids = chain(tmp_path, 3)
+    damaged = SnapshotName(ids[1]).key
+    flipped(store, damaged, 100)
+    store.delete([e.key for e in store.list(f"parts/{ids[2].run}/{ids[2].step:012d}/")])
+    said = ckpt("verify", tmp_path, "--step", "20")
+    assert said.code == 1
+    assert said.lines[0].startswith(f"error: {damaged}: ")
+    assert said.lines[1] == "1 error in step 1/20; cannot be restored: step 20"
+    said = ckpt("verify", tmp_path, "--step", "30")
+    assert said.code == 1
+    assert said.lines[0].startswith(f"error: {SnapshotName(ids[2]).key} is debris: ")
+
+
 def test_an_ambiguous_or_unknown_step_is_refused(ckpt: Ckpt, tmp_path: Path) -> None:
     two_lines(tmp_path)
     said = ckpt("verify", tmp_path, "--step", 600)
@@ -76,17 +91,19 @@ def test_damage_is_named_with_object_step_rank_and_leaf(ckpt: Ckpt, tmp_path: Pa
     bad = next(
         e.key for e in store.list(PACKS) if (name := PackName.parse(e.key)) and (name.id.step, name.rank) == (20, 1)
     )
-    flipped(store, bad, 8 * (store.list(PACKS)[0].size - 1))
+    flipped(store, bad, 8 * (len(store.get(bad)) - 1))
     assert ckpt("verify", tmp_path).code == 0, "lengths cannot tell"
     said = ckpt("verify", tmp_path, "--deep")
     assert said.code == 1
-    assert said.lines[0].startswith(f"error: {bad}: ")
+    assert re.fullmatch(rf"error: {bad}: .*; needed by steps? [1/23, 0]+, rank 1: (model\.\w+|step)", said.lines[0])
     document = ckpt("verify", tmp_path, "--deep", "--json")
     assert document.code == 1
     assert (document.json["whole"], document.json["deep"]) == (False, True)
     [finding] = document.json["findings"]
     assert (finding["level"], finding["key"], finding["step"], finding["rank"]) == ("error", bad, 20, 1)
+    assert said.lines[0].endswith(f": {finding['leaf']}")
     assert finding["text"] == said.lines[0].removeprefix("error: ")
+    assert 20 in finding["steps"]
 
 
 @pytest.mark.parametrize("prefix", [PARTS, "snapshots/", "runs/"])
