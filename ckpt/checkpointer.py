@@ -21,7 +21,6 @@ from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
 from ckpt.format.names import SnapshotId
-from ckpt.format.relayout import old_boxes, stored_already
 from ckpt.history.clock import SystemClock, countdown
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
@@ -34,7 +33,8 @@ from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import random_states, set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
-from ckpt.saving.job import Failed, Reference, Report
+from ckpt.resuming import reference_after
+from ckpt.saving.job import Failed, Report
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
@@ -44,6 +44,7 @@ from ckpt.voting import Voting
 from recovery.agree import together
 from recovery.report import Restored
 from recovery.restore import restore as restore_state
+from recovery.survey import survey
 from storage_backends import open_store
 from storage_backends.base import Store
 
@@ -157,24 +158,29 @@ class Checkpointer:
         self._voting.read()
         self._voting.open(Ballot(Call.RESTORE, stop=self._stopper.asked)).check(0)
         with self._tenure.trying(), waiting(f"restoring from {self._store.url}"):
-            restored = restore_state(
-                self._store,
-                self._ranks,
-                self._state,
-                step=step,
-                claim=self._tenure.claim,
-                on_resize=self._options.on_resize,
-                memory=size(self._options.memory),
-            )
+            mirrors = [] if self._mirror.base is None else [self._mirror.base]
+            with survey(mirrors, self._mirror.store, prefer=self._ranks.rank) as holdings:
+                restored = restore_state(
+                    self._store,
+                    self._ranks,
+                    self._state,
+                    step=step,
+                    claim=self._tenure.claim,
+                    on_resize=self._options.on_resize,
+                    holdings=holdings,
+                    memory=size(self._options.memory),
+                )
+                own = None if restored is None else holdings.of(restored.id, self._ranks.rank)
         self._outcomes.forget()
         if restored is None:
             self._tenure.open(None)
             self._start = 0
             self._position.resume(None)
             return 0
-        # What fails on one rank must not leave the others waiting for it in the gather that `_adopt` begins with.
+        # What fails on one rank must not leave the others waiting for it in the gather that follows.
         together(self._ranks, lambda: self._resume(restored))
-        self._adopt(restored)
+        self._writer.adopt(None)  # what was committed before leads elsewhere
+        self._writer.adopt(reference_after(restored, own, self._flattener.flatten(), self._taking))
         log.info("%s", restored)
         return restored.step
 
@@ -356,22 +362,6 @@ class Checkpointer:
         if random is not None:
             set_random_states(random)
         self._flattener.flatten()  # what it refuses is refused here
-
-    def _adopt(self, restored: Restored) -> None:
-        """Make the restored state the reference of the next diff, in the layout this job has now."""
-        flat, parts = self._flattener.flatten(), restored.parts
-        # Buffers that were per rank stay so: being equal by chance now must not make the next save a full one.
-        differing = {row.leaf for part in parts.values() for row in part.shards if row.per_rank and row.cls == "buffer"}
-        layout = self._taking.agree(flat, differing=differing, old=old_boxes(parts.values()))
-        self._writer.adopt(None)
-        try:
-            taken = self._taking.take(flat, None, id_=restored.id, save=False)
-        except SaveFailed as error:  # the state is restored all the same; the next save is full, or fails and says so
-            log.warning("after restoring: %s", error)
-            return
-        stored = stored_already(parts, restored.rank, layout, taken.data)
-        if stored.table:
-            self._writer.adopt(Reference(restored.id, stored.layout, taken.data, stored.table, stored.packs))
 
     # --- waiting and closing ---
 

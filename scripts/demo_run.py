@@ -76,7 +76,7 @@ def elastic(folder: Path, steps: int, every: int) -> bool:
     port = free_port()
     lost_step = 0
     with (
-        agent(port, mirrors["A"], notes, steps, every, store) as first,
+        agent(port, mirrors["A"], notes, steps, every, store, host=True) as first,
         agent(port, mirrors["B"], notes, steps, every, store) as second,
     ):
         while first.poll() is None and len(committed(store)) < 3:
@@ -127,13 +127,14 @@ def job(
 
 @contextlib.contextmanager
 def agent(
-    port: int, mirrors: Path, notes: Path, steps: int, every: int, store: Path
+    port: int, mirrors: Path, notes: Path, steps: int, every: int, store: Path, *, host: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One of two nodes: an agent with two ranks and a mirror folder of its own."""
     torchrun = [
         *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "5", "--local-addr", "127.0.0.1"),
         *("--rdzv-endpoint", f"127.0.0.1:{port}"),
-        *("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        # The host of the rendezvous is the one node that must not be lost: the other one is.
+        *("--rdzv-conf", f"is_host={host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"),
     ]
     with started(torchrun, notes, steps, every, store, {"CKPT_MIRROR_DIR": str(mirrors)}) as process:
         yield process

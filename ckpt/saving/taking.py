@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt.errors import SaveFailed
@@ -76,9 +77,23 @@ class Taking:
         layout = self.sharing.agree(flat, differing=differing, old=old)
         self._copies = _copies(layout, self.sharing.extras)
         self._saves_since_check = None
-        # Made now, not at the copy: their pages are touched while the rest of the save is prepared.
-        self._mirror.prepare(self._copies.described.nbytes)
+        if old is None:
+            # Made now, not at the copy: their pages are touched while the rest of the save is prepared. After a
+            # restore there may be buffers to go on with.
+            self._mirror.prepare(self._copies.described.nbytes)
         return layout
+
+    def go_on_with(self, path: Path, number: int, layout: str) -> Bytes | None:
+        """The state that a former process of this rank left in slot `number` of the mirror at `path`, as the reference
+        of the next diff, without a copy; None if it was laid out otherwise or is not ours to go on with.
+
+        Its bytes need not be trusted: whoever leans on a chunk compares its digest first.
+        """
+        assert self._copies is not None and self.sharing.layout is not None, "agree() first"
+        if layout != self._copies.described.digest:
+            return None
+        data = self._mirror.adopt(path, number, self._copies.described.nbytes)
+        return None if data is None else data[: self.sharing.layout.nbytes]
 
     def take(self, flat: Flat, reference: Reference | None, *, id_: SnapshotId, save: bool = True) -> Taken:
         """Copy the state out into the buffer that the reference does not lie in. Nothing live is referred to after.

@@ -20,6 +20,7 @@ FLOORS: list[list[str]] = [
     ["ckpt.cli"],
     ["ckpt.loop"],
     ["ckpt.checkpointer"],
+    ["ckpt.resuming"],
     ["recovery"],
     ["ckpt.outcomes", "ckpt.tenure", "ckpt.voting"],
     ["ckpt.ticket"],
@@ -38,6 +39,7 @@ FLOORS: list[list[str]] = [
 TORCH = {
     "ckpt.loop",
     "ckpt.checkpointer",
+    "ckpt.resuming",
     "recovery.load",
     "recovery.place",
     "recovery.restore",
