@@ -18,6 +18,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
+from ckpt.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -91,6 +92,11 @@ def test_commands_that_are_not_run_here_exist() -> None:
     assert named == ["scripts/demo", "scripts/test"]
     for name in named:
         assert (ROOT / name).stat().st_mode & stat.S_IXUSR, name
+
+
+def test_every_verb_of_the_command_line_is_shown() -> None:
+    shown = {line.split()[1] for piece in pieces() for line in piece.code.splitlines() if line.startswith("ckpt ")}
+    assert shown == set(VERBS)
 
 
 def test_links_to_files_lead_somewhere() -> None:
