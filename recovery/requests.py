@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recovery.fetch import GAP, REQUEST
+from recovery.fetch import GAP, REQUEST, WASTE
 from recovery.tables import Ints
-
-WASTE = 0.02
-"""Most bytes of gaps that are read and dropped, as a share of the blobs asked for. The smallest gaps are read through
-first, because each saves one request whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,7 @@ def merged_reads(
     Args:
         packs: keys of packs.
         pack, start, stop: one element per blob, sorted in this order, none twice. Blobs may overlap.
-        gap: longest gap that is read through.
+        gap, waste: as `recovery.fetch.merge`; here it holds for all blobs together, there for each batch.
     """
     if not len(pack):
         return ()

@@ -19,7 +19,7 @@ def _blob(start: int, stop: int, pack: str = "p", data: bytes = b"") -> Blob:
 
 def test_near_blobs_share_a_request_and_far_ones_do_not() -> None:
     blobs = [_blob(100, 200), _blob(0, 90), _blob(1300, 1400), _blob(0, 50, "q")]
-    requests = [(r.pack, r.start, r.stop, len(r.blobs)) for r in merge(blobs, gap=10, limit=1000)]
+    requests = [(r.pack, r.start, r.stop, len(r.blobs)) for r in merge(blobs, gap=10, limit=1000, waste=0.04)]
     assert requests == [("p", 0, 200, 2), ("p", 1300, 1400, 1), ("q", 0, 50, 1)]
 
 
@@ -32,24 +32,35 @@ def test_a_request_stays_below_the_limit_unless_one_blob_is_larger() -> None:
     st.lists(st.tuples(st.sampled_from("pq"), st.integers(0, 500), st.integers(1, 60)), max_size=30),
     st.integers(0, 50),
     st.integers(1, 300),
+    st.sampled_from([0.0, 0.02, 0.5]),
 )
 def test_merged_requests_hold_every_blob_once_within_the_limits(
-    drawn: list[tuple[str, int, int]], gap: int, limit: int
+    drawn: list[tuple[str, int, int]], gap: int, limit: int, waste: float
 ) -> None:
     blobs = [_blob(start, start + size, pack) for pack, start, size in drawn]
-    requests = list(merge(blobs, gap=gap, limit=limit))
+    requests = list(merge(blobs, gap=gap, limit=limit, waste=waste))
     held = [blob for request in requests for blob in request.blobs]
     assert sorted(held, key=repr) == sorted(set(blobs), key=repr)
     for request in requests:
         assert all(
             b.pack == request.pack and request.start <= b.start and b.stop <= request.stop for b in request.blobs
         )
-        assert request.stop - request.start <= limit or len({(b.start, b.stop) for b in request.blobs}) == 1
+        longest = max(b.size for b in request.blobs)
+        assert request.stop - request.start <= max(limit, longest)
         covered = sorted((b.start, b.stop) for b in request.blobs)
         reach = covered[0][1]
         for start, stop in covered[1:]:
             assert start - reach <= gap
             reach = max(reach, stop)
+    covering = {(b.pack, byte) for b in blobs for byte in range(b.start, b.stop)}
+    reading = sum(len({(r.pack, byte) for byte in range(r.start, r.stop)} - covering) for r in requests)
+    assert reading <= waste * sum(b.size for b in set(blobs))
+
+
+def test_the_smallest_gaps_are_read_through_first() -> None:
+    blobs = [_blob(0, 1000), _blob(1040, 2000), _blob(2010, 3000)]
+    assert [(r.start, r.stop) for r in merge(blobs, waste=0.015)] == [(0, 1000), (1040, 3000)]
+    assert [(r.start, r.stop) for r in merge(blobs, waste=0.02)] == [(0, 3000)]
 
 
 def _packed(*data: bytes) -> tuple[MemoryStore, list[Blob]]:
