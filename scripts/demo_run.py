@@ -43,7 +43,7 @@ def demo(folder: Path, steps: int, every: int) -> int:
 
     say(f"1. The run that is never hurt: {RANKS} ranks, FSDP2, {steps} steps, nothing saved")
     with job(unhurt, steps, every, None) as process:
-        finish(process)
+        finish(process, unhurt)
 
     say(f"2. The same run, saved every {every} steps, killed with SIGKILL in the middle of a save")
     step = kill_in_a_save(store, hurt, steps, every)
@@ -51,7 +51,7 @@ def demo(folder: Path, steps: int, every: int) -> int:
 
     say("3. Started again")
     with job(hurt, steps, every, store) as process:
-        finish(process)
+        finish(process, hurt)
 
     say("4. What was saved since the restart (all ranks together)")
     show_saves(hurt)
@@ -71,10 +71,9 @@ def elastic(folder: Path, steps: int, every: int) -> bool:
     mirrors = {name: folder / f"mirrors-{name}" for name in "ABC"}
     say(f"7. Two nodes of two ranks, saved every {every} steps; first the run that is never hurt")
     with job(unhurt, steps, every, None, ranks=4) as process:
-        finish(process)
+        finish(process, unhurt)
     say("8. The same run on two agents; one node is destroyed in the middle, its mirrors with it, and replaced")
     port = free_port()
-    lost_step = 0
     with (
         agent(port, mirrors["A"], notes, steps, every, store, host=True) as first,
         agent(port, mirrors["B"], notes, steps, every, store) as second,
@@ -86,8 +85,8 @@ def elastic(folder: Path, steps: int, every: int) -> bool:
         lost_step = max(committed(store))
         say(f"   node B is gone; the newest snapshot is step {lost_step}; node C joins")
         with agent(port, mirrors["C"], notes, steps, every, store) as third:
-            finish(first)
-            finish(third)
+            finish(first, notes)
+            finish(third, notes)
     restores = [json.loads(line) for line in (notes / "restores.jsonl").read_text().splitlines()]
     show_restores(restores, mirrors)
     survivors = [r for r in restores if r["node"] == str(mirrors["A"])]
@@ -98,7 +97,7 @@ def elastic(folder: Path, steps: int, every: int) -> bool:
 
     say("9. Once more, coming back with three ranks")
     with job(notes, steps + every, every, store, ranks=3) as process:
-        finish(process)
+        finish(process, notes)
     before = json.loads((notes / "whole-at-end-4-0.json").read_text())
     after = [json.loads((notes / f"whole-at-start-3-{rank}.json").read_text()) for rank in range(3)]
     resized = all(found == before for found in after)
@@ -151,7 +150,10 @@ def started(
     ]
     # The second: without it a replacement of a lost agent never gets to join (torch 2.13).
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **extra}
-    process = subprocess.Popen(command, env={**os.environ, **settings}, start_new_session=True)
+    notes.mkdir(parents=True, exist_ok=True)
+    # torchrun and the ranks it loses say a lot on stderr; it is shown only where it matters.
+    with (notes / "stderr.log").open("ab") as log:
+        process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=log, start_new_session=True)
     try:
         yield process
     finally:
@@ -180,8 +182,9 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
+def finish(process: subprocess.Popen[bytes], notes: Path) -> None:
     if process.wait() != 0:
+        print((notes / "stderr.log").read_text(errors="replace")[-8000:], file=sys.stderr)
         raise SystemExit(f"the job ended with exit code {process.returncode}")
 
 
