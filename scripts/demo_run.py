@@ -120,7 +120,8 @@ def job(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun with all its ranks on one node; none of it outlives the block."""
     torchrun = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    with started(torchrun, notes, steps, every, store, {}) as process:
+    mirrors = {"CKPT_MIRROR_DIR": f"{notes}-mirrors"}
+    with started(torchrun, notes, steps, every, store, mirrors) as process:
         yield process
 
 
