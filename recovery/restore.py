@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ckpt.errors import DamagedError, LayoutMismatch, NoSnapshot
@@ -181,9 +182,15 @@ class _Attempt:
             return own
         if not own.wish:
             return own.value
-        # Every part is read from the store by one rank only, and handed round: thousands of ranks that each read
-        # thousands of parts would be millions of requests.
-        raw = self._exchange(own.value.raw)
+        # Every part is read from the store by one rank only, and handed on: thousands of ranks that each read
+        # thousands of parts would be millions of requests. First to those alone whose own part says that they need it.
+        raw = own.value.raw
+        if self.seat.own(opened.snapshot.world_size) is not None:
+            raw = self._hand_on(own.value)
+            some = together(self.peers, lambda: self._more(own.value, raw), wishes=lambda found: found.plan is None)
+            if isinstance(some, Skip) or not some.wish:
+                return some if isinstance(some, Skip) else some.value
+        raw = self._exchange(raw)
         every = together(self.peers, lambda: self._every(opened, raw), wishes=lambda documents: documents.plan is None)
         if isinstance(every, Skip):
             return every
@@ -233,6 +240,26 @@ class _Attempt:
         raw = dict(in_threads(ranks, one, threads=min(self.threads, max(len(ranks), 1))))
         self.meter.count("documents", sum(map(len, raw.values())))
         return raw
+
+    def _hand_on(self, documents: _Documents) -> Mapping[int, bytes]:
+        """Own parts, to the ranks that need them. In a job of the same size every rank has read its own."""
+        me = self.peers.rank
+        own = np.frombuffer(documents.raw[me], np.uint8)
+        needed = [] if documents.plan is not None else [r for r in documents.parts[me].others if r != me]
+        everyone = [
+            msgspec.msgpack.decode(data, type=tuple[int, list[int]])
+            for data in self.peers.gather(msgspec.msgpack.encode((own.nbytes, needed)))
+        ]
+        out = {rank: own for rank, (_, wants_of) in enumerate(everyone) if me in wants_of}
+        got = self.peers.exchange(out, {rank: everyone[rank][0] for rank in needed})
+        self.meter.count("peers", sum(data.nbytes for data in got.values()))
+        return {**documents.raw, **{rank: data.tobytes() for rank, data in got.items()}}
+
+    def _more(self, documents: _Documents, raw: Mapping[int, bytes]) -> _Documents:
+        if documents.plan is not None:
+            return documents
+        with self._judged(documents.opened):
+            return self._understood(documents.opened, raw)
 
     def _exchange(self, own: Mapping[int, bytes]) -> dict[int, bytes]:
         raw: dict[int, bytes] = {}

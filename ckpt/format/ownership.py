@@ -21,6 +21,9 @@ import zstandard
 from ckpt.errors import LayoutMismatch
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, grid, place_of, uncovered, whole
 
+CRUMBS = 64 << 10
+"""Replicas of one class that are fewer bytes than this in all are stored by one rank."""
+
 NAMED = 5
 """How many leaves a message names; the error's attributes have them all."""
 
@@ -181,6 +184,13 @@ def _spread(
     shards: Sequence[Shard], ranks: tuple[int, ...], chunk: int, owned: list[list[Shard]], load: list[int]
 ) -> None:
     """Give replicas (of one class, held by the same ranks) out so that the ranks' loads come out even."""
+    if sum(shard.nbytes for shard in shards) <= CRUMBS:
+        # Optimizers' step counters, say. One rank stores them all: spread out, they would be in everybody's part, and
+        # every rank of thousands would need thousands of parts to come back.
+        rank = min(ranks, key=lambda rank: (load[rank], rank))
+        owned[rank].extend(shards)
+        load[rank] += sum(shard.nbytes for shard in shards)
+        return
     # What cannot be cut goes first, the largest to whoever has least; what can be cut levels the rest.
     solid: list[Shard] = []
     rest: list[Shard] = []
