@@ -53,7 +53,7 @@ class Sweeper:
                 plan = plan_prune(self._store, self._keep, grace=self._grace)
                 execute(plan, self._store, listing_lag=self._listing_lag, clock=self._clock)
             except (StorageError, CheckpointError) as error:
-                log.warning("retention left everything in place: %s", error)
+                log.warning("retention did not finish, the next one goes on: %s", error)
             except Exception:
                 log.exception("retention failed")
             if last and not self._wake.is_set():
