@@ -88,6 +88,8 @@ def elastic(folder: Path, steps: int, every: int) -> bool:
             finish(first, notes)
             finish(third, notes)
     restores = [json.loads(line) for line in (notes / "restores.jsonl").read_text().splitlines()]
+    # torchrun may start everybody once more when a rank is slow to leave after its last step: nothing was lost then.
+    restores = [r for r in restores if r["step"] < steps]
     show_restores(restores, mirrors)
     survivors = [r for r in restores if r["node"] == str(mirrors["A"])]
     quiet = bool(survivors) and not any(r["bytes"].get("store", 0) for r in survivors)
@@ -131,7 +133,10 @@ def agent(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One of two nodes: an agent with two ranks and a mirror folder of its own."""
     torchrun = [
-        *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "5", "--local-addr", "127.0.0.1"),
+        *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "5"),
+        # torchrun deals ranks out in the order of addresses: with these, the survivor keeps its ranks. (Elsewhere a
+        # replacement may take lower ones; then the survivors' shards travel to it, and the store serves as little.)
+        *("--local-addr", "127.0.0.1" if host else "127.0.0.2"),
         *("--rdzv-endpoint", f"127.0.0.1:{port}"),
         # The host of the rendezvous is the one node that must not be lost: the other one is.
         *("--rdzv-conf", f"is_host={host},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"),
