@@ -124,7 +124,7 @@ class _Plan:
                 return
         targets = {
             slot: self._target(leaf, [self.slots[o][slot] for o in others], group, parameter, path, slot)
-            for slot, leaf in slots.items()
+            for slot, leaf in sorted(slots.items())  # in one order on all ranks, who may gather them one by one
         }
         rest = self.tree["state"].get(first, {})
         place = f"{self.name}.state.{path}"

@@ -22,7 +22,7 @@ from ckpt.errors import LayoutMismatch
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, grid, place_of, uncovered, whole
 
 CRUMBS = 64 << 10
-"""Replicas of one class that are fewer bytes than this in all are stored by one rank."""
+"""Replicas of small leaves of one class that are at most so many bytes in all are stored by one rank."""
 
 NAMED = 5
 """How many leaves a message names; the error's attributes have them all."""
@@ -184,13 +184,15 @@ def _spread(
     shards: Sequence[Shard], ranks: tuple[int, ...], chunk: int, owned: list[list[Shard]], load: list[int]
 ) -> None:
     """Give replicas (of one class, held by the same ranks) out so that the ranks' loads come out even."""
-    if sum(shard.nbytes for shard in shards) <= CRUMBS:
-        # Optimizers' step counters, say. One rank stores them all: spread out, they would be in everybody's part, and
-        # every rank of thousands would need thousands of parts to come back.
+    crumbs = [shard for shard in shards if shard.leaf.small]
+    if crumbs and (nbytes := sum(shard.nbytes for shard in crumbs)) <= CRUMBS:
+        # Biases, say, or optimizers' step counters. One rank stores them all: spread out, they would be in everybody's
+        # part, and every rank of thousands would need thousands of parts to come back. And their bundle is the same
+        # however many ranks there are, so a job that comes back with another number does not store it again.
         rank = min(ranks, key=lambda rank: (load[rank], rank))
-        owned[rank].extend(shards)
-        load[rank] += sum(shard.nbytes for shard in shards)
-        return
+        owned[rank].extend(crumbs)
+        load[rank] += nbytes
+        shards = [shard for shard in shards if not shard.leaf.small]
     # What cannot be cut goes first, the largest to whoever has least; what can be cut levels the rest.
     solid: list[Shard] = []
     rest: list[Shard] = []
@@ -205,10 +207,6 @@ def _spread(
     number = 0  # whose turn it is
     edge = room[0]  # where that turn ends, in bytes from the first of `rest`
     at = 0
-
-    def give(shard: Shard) -> None:
-        owned[ranks[number]].append(shard)
-        load[ranks[number]] += shard.nbytes
 
     for shard in rest:
         rows = _row_count(shard)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ckpt.format.layout import BundleRegion, Layout, Piece
+from ckpt.format.layout import Layout, Piece
 from ckpt.format.manifest import Chunk, Part, ShardRow, chunk_digest
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cuts, grid
 
@@ -22,11 +22,12 @@ Cell: TypeAlias = tuple[int, ...]
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """The part of a layout that a snapshot holds already: `layout` has only its pieces, `table` runs parallel to
-    them; `packs`: key → length."""
+    them; `packs`: key → length; `shared`: those that other ranks may lean on too, since the layout has changed."""
 
     layout: Layout
     table: tuple[Chunk, ...]
     packs: Mapping[str, int]
+    shared: frozenset[str]
 
 
 def old_boxes(parts: Iterable[Part]) -> dict[Leaf, tuple[Box, ...]]:
@@ -60,27 +61,25 @@ def stored_already(parts: Mapping[int, Part], rank: int | None, layout: Layout, 
 
     Args:
         parts: of one snapshot, as far as they were read.
-        rank: whose per-rank leaves and bundles are this rank's; None where the snapshot has another world size.
-        data: the restored state as captured, laid out by `layout`: a clipped piece needs a digest of its own.
+        rank: whose per-rank leaves are this rank's; None where the snapshot has another world size.
+        data: the restored state as captured, laid out by `layout`: a clipped piece needs a digest of its own,
+            and bundles are known by theirs.
     """
     index = _Index(parts, rank, layout.chunk)
     pieces: list[Piece] = []
     table: list[Chunk] = []
     packs: dict[str, int] = {}
 
-    def found(piece: Piece, chunk: Chunk | None, sizes: Mapping[str, int]) -> None:
-        if chunk is None:
-            return
+    def found(piece: Piece, chunk: Chunk, sizes: Mapping[str, int]) -> None:
         pieces.append(piece)
         table.append(chunk)
         packs.update((blob.pack, sizes[blob.pack]) for blob in chunk.blobs)
 
     for region in layout.bundles:
-        own = index.bundle(region)
         for piece in layout.pieces[region.piece : region.piece_stop]:
-            if own is not None:
-                chunks, sizes = own
-                found(piece, chunks[piece.index], sizes)
+            same = index.equal(chunk_digest(piece.dtype, data[piece.start : piece.stop]))
+            if same is not None:
+                found(piece, *same)
     for place in layout.regions:
         if place.bundle is not None:
             continue
@@ -93,7 +92,8 @@ def stored_already(parts: Mapping[int, Part], rank: int | None, layout: Layout, 
                 digest = chunk_digest(piece.dtype, data[piece.start : piece.stop])
                 chunk = Chunk(digest, chunk.blobs, chunk.of or box)
             found(piece, chunk, sizes)
-    return Stored(replace(layout, pieces=tuple(pieces)), tuple(table), packs)
+    shared = frozenset[str]() if index.unchanged(layout) else frozenset(packs)
+    return Stored(replace(layout, pieces=tuple(pieces)), tuple(table), packs, shared)
 
 
 class _Index:
@@ -105,21 +105,30 @@ class _Index:
         # Another chunk size is another grid, on which nothing fits.
         self._parts = {number: part for number, part in parts.items() if part.chunk == chunk}
         self._sizes = {number: dict(part.packs) for number, part in self._parts.items()}
-        self._own = self._parts.get(rank) if rank is not None else None
+        self._own = None if rank is None else self._parts.get(rank)
+        self._bundled: dict[str, tuple[Chunk, Mapping[str, int]]] | None = None
         for number, part in self._parts.items():
             for row in part.shards:
                 if row.bundle is None and (not row.per_rank or number == rank):
                     self._rows.setdefault((_leaf(row), row.per_rank), []).append((number, row))
 
-    def bundle(self, region: BundleRegion) -> tuple[Sequence[Chunk], Mapping[str, int]] | None:
-        """This rank's old bundle of this class, dtype and length. It may hold other leaves: whoever compares digests
-        then finds nothing unchanged, and no harm is done."""
+    def unchanged(self, layout: Layout) -> bool:
+        """Whether this rank's part holds the boxes of the layout, and no others."""
         if self._own is None:
-            return None
-        for row in self._own.bundles:
-            if (row.cls, row.dtype, row.length) == (region.cls, region.dtype, region.length):
-                return self._own.chunks(row), self._sizes[self._own.rank]
-        return None
+            return False
+        regions = {(region.shard.leaf.path, region.shard.box) for region in layout.regions}
+        return regions == {(row.leaf, row.as_box) for row in self._own.shards}
+
+    def equal(self, digest: str) -> tuple[Chunk, Mapping[str, int]] | None:
+        """A chunk of any old bundle with these very bytes, whatever leaves it holds: bundles follow no grid."""
+        if self._bundled is None:
+            self._bundled = {
+                chunk.digest: (chunk, self._sizes[number])
+                for number, part in self._parts.items()
+                for row in part.bundles
+                for chunk in part.chunks(row)
+            }
+        return self._bundled.get(digest)
 
     def chunk(self, shard: Shard, piece: Piece) -> tuple[Box, Chunk, Mapping[str, int]] | None:
         """The old chunk that the piece lies inside, with its own box."""

@@ -43,13 +43,14 @@ class SaveJob:
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """The committed state the next diff leans on. `table` runs parallel to ``layout.pieces``; `packs`: key → length
-    of every pack the table names."""
+    of every pack the table names; `shared`: those of them that other ranks may lean on too."""
 
     id: SnapshotId
     layout: Layout
     data: Bytes
     table: tuple[Chunk, ...]
     packs: Mapping[str, int]
+    shared: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

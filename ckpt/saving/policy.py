@@ -85,14 +85,15 @@ def lifetime(chain: Sequence[Blob], delta: bool, reference: SnapshotId | None) -
 def nearly_dead(
     table: Collection[Chunk], packs: Mapping[str, int], rank: int, breathe: Callable[[], None]
 ) -> frozenset[str]:
-    """The packs of this rank that `table` keeps alive for little: every chunk that leans on one costs a keyframe to
-    move away, and all of them together cost less than ALIVE of the pack's length.
+    """The packs of this rank, of those in `packs`, that `table` keeps alive for little: every chunk that leans on one
+    costs a keyframe to move away, and all of them together cost less than ALIVE of the pack's length.
 
     Counted in keyframes rather than in live bytes of the pack: the last chains that lean on a pack of deltas hold few
-    bytes of it, but to move them means as many keyframes, far more than the pack. Packs of other ranks (a store of
-    another world size) are left alone: their other readers are not known here.
+    bytes of it, but to move them means as many keyframes, far more than the pack. Packs of other ranks, and those a
+    clipped chunk leans on, are left alone: they are of another layout, and their other readers are not known here.
     """
     cost: dict[str, int] = {}
+    shared: set[str] = set()
     seen: set[str] = set()
     for chunk in table:
         if chunk.digest in seen:
@@ -100,11 +101,13 @@ def nearly_dead(
         seen.add(chunk.digest)
         for pack in {blob.pack for blob in chunk.blobs}:
             cost[pack] = cost.get(pack, 0) + chunk.blobs[0].size
+            if chunk.of is not None:
+                shared.add(pack)
         breathe()
     found = set()
     for pack, size in cost.items():
         name = PackName.parse(pack)
-        if name is not None and name.rank == rank and size < ALIVE * packs.get(pack, 0):
+        if name is not None and name.rank == rank and pack not in shared and size < ALIVE * packs.get(pack, 0):
             found.add(pack)
         breathe()
     return frozenset(found)

@@ -120,7 +120,8 @@ class Storing:
         try:
             if self._held is not None:
                 reference = self._held.reference
-                self._dying = nearly_dead(reference.table, reference.packs, self._job.rank, self._breathe)
+                mine = {pack: size for pack, size in reference.packs.items() if pack not in reference.shared}
+                self._dying = nearly_dead(reference.table, mine, self._job.rank, self._breathe)
             for verdict in compare(self._job, self._held, self._breathe):
                 self._judge(verdict)
             if self._batch or self._encoding or self._placed:
@@ -253,8 +254,10 @@ class Storing:
             self._young[index] = self._young[of]
             self._breathe()
         sizes = dict(new_packs)
+        shared = frozenset[str]()
         if self._held is not None:
             sizes.update(self._held.reference.packs)
+            shared = self._held.reference.shared
         table: list[Chunk] = []
         packs: dict[str, int] = {}
         for chunk in self._table:
@@ -265,4 +268,5 @@ class Storing:
             self._breathe()
         self._tally.packs = len(new_packs)
         job = self._job
-        return Held(Reference(job.id, job.layout, job.data, tuple(table), packs), self._young)
+        reference = Reference(job.id, job.layout, job.data, tuple(table), packs, shared & packs.keys())
+        return Held(reference, self._young)

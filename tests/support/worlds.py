@@ -131,7 +131,7 @@ def note_whole(state: dict[str, object], path: Path) -> None:
         path.write_text(json.dumps(found))
 
 
-def check_whole(url: str | Path, path: Path, step: int | None = None) -> None:
+def check_whole(url: str | Path, path: Path, step: int | str | None = None) -> None:
     """What `note_whole` wrote is what a process without any ranks loads."""
     expected = json.loads(path.read_text())
     loaded = ckpt.load(str(url), step)
@@ -184,7 +184,7 @@ def goes_on_bit_for_bit(url: str, build: Callable[[int], Parallel], whole: Path,
     saver.close()
 
 
-def stored_parts(url: str | Path, step: int | None = None) -> dict[int, Part]:
+def stored_parts(url: str | Path, step: int | str | None = None) -> dict[int, Part]:
     """Every rank's part of a step (default: the newest)."""
     from ckpt.history.catalog import find, read_history
 

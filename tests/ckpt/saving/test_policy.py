@@ -9,6 +9,7 @@ import pytest
 
 from ckpt.format.manifest import Blob, Chunk
 from ckpt.format.names import PackName, RunId, SnapshotId
+from ckpt.format.shards import Box
 from ckpt.saving.policy import LEAST_SCALE, MAX_BLOBS, Lifetime, Rule, first_scale, lifetime, nearly_dead
 
 RUN = RunId(3, "0badcafe")
@@ -119,3 +120,9 @@ def test_packs_of_other_ranks_are_left_alone() -> None:
     table = [chunk(1, *chain(10, name=name))]
     assert nearly_dead(table, {name: 1000}, 0, quiet) == frozenset()
     assert nearly_dead(table, {name: 1000}, 4, quiet) == {name}
+
+
+def test_a_pack_that_a_clipped_chunk_leans_on_is_left_alone() -> None:
+    """After a change of layout its other readers are other ranks."""
+    clipped = Chunk("1" * 32, chain(10), Box((0,), (9,)))
+    assert nearly_dead([chunk(2, *chain(10)), clipped], {pack(1): 1000}, 0, quiet) == frozenset()
