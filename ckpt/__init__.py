@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnsupportedState,
     )
-    from ckpt.history.plan import Keep
+    from ckpt.history.keep import Keep
     from ckpt.leaves import PerRank
     from ckpt.loop import Run, checkpointed
     from ckpt.options import Options
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpt.saving.job import Report
     from ckpt.ticket import Ticket
     from recovery.load import load, load_into
+    from recovery.looking import History
     from recovery.report import Restored
     from storage_backends import open_store
 
@@ -41,8 +42,9 @@ _HOMES = {
     "CheckpointError": "ckpt.errors",
     "DamagedError": "ckpt.errors",
     "FormatTooNew": "ckpt.errors",
+    "History": "recovery.looking",
     "HistoryExists": "ckpt.errors",
-    "Keep": "ckpt.history.plan",
+    "Keep": "ckpt.history.keep",
     "LayoutMismatch": "ckpt.errors",
     "NoSnapshot": "ckpt.errors",
     "NotFound": "ckpt.errors",
@@ -70,6 +72,7 @@ __all__ = [
     "Checkpointer",
     "DamagedError",
     "FormatTooNew",
+    "History",
     "HistoryExists",
     "Keep",
     "LayoutMismatch",

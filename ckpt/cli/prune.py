@@ -22,6 +22,7 @@ from ckpt.cli.screen import (
 from ckpt.format.names import SnapshotId
 from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
+from ckpt.history.keep import Best, best_of
 from ckpt.history.retention import Keep, Pruned, PrunePlan, execute, plan_prune
 from ckpt.options import seconds
 from storage_backends.base import Store
@@ -35,6 +36,21 @@ def command(
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep steps of the live line that N divides.")
     ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option("--keep-best", metavar="METRIC:min:N", help="Keep the N with the smallest (max: largest) metric."),
+    ] = None,
+    keep_within: Annotated[
+        str | None,
+        typer.Option("--keep-within", metavar="TIME", help="Keep what was saved so long (2d, 12h) before the newest."),
+    ] = None,
+    keep_hourly: Annotated[
+        int | None,
+        typer.Option("--keep-hourly", metavar="N", min=1, help="Keep the newest of each of the last N hours."),
+    ] = None,
+    keep_daily: Annotated[
+        int | None, typer.Option("--keep-daily", metavar="N", min=1, help="Keep the newest of each of the last N days.")
+    ] = None,
     remove: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +62,8 @@ def command(
         typer.Option(
             "--grace",
             metavar="TIME",
-            help="Leave leftovers of crashed saves that are younger. 0 takes all: only while no job writes here.",
+            help="Leave abandoned snapshots and leftovers of crashed saves that are younger. 0 takes all: only while "
+            "no job writes here.",
         ),
     ] = "1h",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, object by object.")] = False,
@@ -55,18 +72,27 @@ def command(
 ) -> None:
     """Remove old snapshots, and what only they needed.
 
-    With --keep-last and --keep-every everything else goes. Pinned snapshots, the newest one, and what a job that goes
-    on may still lean on always stay, whatever is asked. Says first what goes, and how many bytes come free. Killed
-    half-way, running it again finishes it.
+    What any --keep policy names stays, everything else goes; hours and days are told by the times that snapshots
+    recorded (UTC), and hours and days without one are not counted. Pinned snapshots, the newest one, and what a job
+    that goes on may still lean on always stay, whatever is asked. Says first what goes, and how many bytes come free.
+    Killed half-way, running it again finishes it.
 
     Exit codes: 0 done; 1 a snapshot named by --remove stays; 2 nothing was selected, or the store failed.
     """
-    if keep_last is None and keep_every is None and not remove:
-        raise ValueError("say what to keep (--keep-last, --keep-every) or what to remove (--remove STEP)")
-    leave = _grace(grace)
+    keep = Keep(
+        last=keep_last,
+        every=keep_every,
+        best=None if keep_best is None else _best(keep_best),
+        within=None if keep_within is None else _time("--keep-within", keep_within),
+        hourly=keep_hourly,
+        daily=keep_daily,
+    )
+    if keep.everything and not remove:
+        raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
+    leave = _time("--grace", grace)
     store = open_url(url, storage_option)
     asked = _asked(store, remove or ())
-    plan = plan_prune(store, Keep(last=keep_last, every=keep_every), grace=leave, remove=asked)
+    plan = plan_prune(store, keep, grace=leave, remove=asked)
     if not as_json:
         _print_plan(plan, dry_run)
     done = Pruned() if dry_run else execute(plan, store, clock=SystemClock())
@@ -78,11 +104,18 @@ def command(
         raise typer.Exit(1)
 
 
-def _grace(text: str) -> float:
+def _time(option: str, text: str) -> float:
     try:
         return seconds(float(text) if text.replace(".", "", 1).isdecimal() else text)
     except ValueError as error:
-        raise ValueError(f"--grace {error}") from None
+        raise ValueError(f"{option} {error}") from None
+
+
+def _best(text: str) -> Best:
+    try:
+        return best_of(text)
+    except ValueError as error:
+        raise ValueError(f"--keep-best {error}") from None
 
 
 def _asked(store: Store, names: Sequence[str]) -> list[SnapshotId]:

@@ -12,21 +12,8 @@ from dataclasses import dataclass, field, replace
 from ckpt.format.manifest import PruneDoc, parse_snapshot
 from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SnapshotId, SnapshotName
 from ckpt.history.catalog import History
+from ckpt.history.keep import Keep, reasons
 from storage_backends.base import Entry
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """What stays of the live line: the newest `last` snapshots, and those whose step `every` divides. With neither,
-    everything stays. Abandoned snapshots stay only while something protects them. The newest always stays."""
-
-    last: int | None = None
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
-            if value is not None and value < 1:
-                raise ValueError(f"Keep({name}={value}): expected at least 1; leave it out to keep by other means")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +97,17 @@ def decide(
     gone = frozenset(history.snapshots) - kept.keys()
     gone |= {id_ for id_ in order.remove if id_ in objects.documents and id_ not in kept}
 
-    staying = [s for key, s in history.documents.items() if _id(key) in kept]
+    old = _superseded(history, kept, objects, clock, unfinished)
+    staying = [s for key, s in history.documents.items() if _id(key) in kept and key not in old]
     named = {key for s in staying for key, _ in s.packs} | {p.key for s in staying for p in s.parts}
-    going = [s for key, s in history.documents.items() if _id(key) in gone]
-    released = {key for s in going for key, _ in s.packs} | {e.key for id_ in gone for e in objects.parts.get(id_, ())}
+    going = [s for key, s in history.documents.items() if _id(key) in gone or key in old]
+    released = (
+        {key for s in going for key, _ in s.packs}
+        | {p.key for s in going for p in s.parts}
+        | {e.key for id_ in gone for e in objects.parts.get(id_, ())}
+    )
     released = released.union(*(_released_by(doc, history) for doc in unfinished)) - named
-    taken = {e.key for id_ in gone for e in objects.documents.get(id_, ())} | (released & history.entries.keys())
+    taken = old | {e.key for id_ in gone for e in objects.documents.get(id_, ())} | (released & history.entries.keys())
 
     leftovers: list[SnapshotId] = []
     undated = 0
@@ -127,7 +119,8 @@ def decide(
         if id_ not in kept:
             rest = objects.of(id_)
         elif id_ in history.snapshots:
-            rest = objects.packs.get(id_, [])  # its documents stay, whether its newest revision names them or not
+            # Also of a compaction that never committed; what an older revision names, while that stays, is `named`.
+            rest = [*objects.parts.get(id_, ()), *objects.packs.get(id_, ())]
         else:
             continue  # claimed by name, and not (or no longer) there: whoever claimed it will say so
         rest = [e for e in rest if e.key not in taken and e.key not in named]
@@ -144,7 +137,7 @@ def decide(
             f"{undated} leftovers of crashed saves stay: the store gives no modification times, so their age is "
             "unknown; while no job writes here, prune with grace 0"
         )
-    ordered = sorted(taken)
+    ordered = sorted(taken, key=lambda key: (_id(key) in history.live, key))  # abandoned ones first
     return Decision(
         snapshots=tuple(sorted(gone)),
         leftovers=tuple(leftovers),
@@ -184,7 +177,7 @@ def _kept(
     history: History, order: Order, objects: _Objects, clock: _Clock, unfinished: Collection[PruneDoc]
 ) -> tuple[dict[SnapshotId, str], list[str]]:
     """Every snapshot that stays, and ids without one that are claimed by name: id → why. And notes for people."""
-    announced = {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+    announced = announced_by(unfinished)
     solid = without_announced(history, unfinished)
     hard = _protected(history, objects, clock, announced)
     if solid.newest is not None:
@@ -192,15 +185,11 @@ def _kept(
     notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
     if leaving := sorted(announced & history.snapshots.keys() - hard.keys()):
         notes.append(f"finishing an earlier prune: {', '.join(id_.short for id_ in leaving)}")
-    soft: dict[SnapshotId, str] = {}
-    keep = order.keep
-    live = sorted(solid.live, reverse=True)
-    if keep.last is None and keep.every is None:
+    if order.keep.everything:
         soft = dict.fromkeys(history.snapshots, "no policy asks for its removal")
-    if keep.every is not None:
-        soft |= {id_: f"keep every {keep.every}" for id_ in live if id_.step % keep.every == 0}
-    if keep.last is not None:
-        soft |= dict.fromkeys(live[: keep.last], f"keep last {keep.last}")
+    else:
+        soft = reasons(order.keep, {id_: solid.snapshots[id_] for id_ in solid.live})
+        soft |= dict.fromkeys(_young(solid, order.grace), "abandoned, and not yet older than grace")
     late = history.snapshots.keys() - solid.snapshots.keys() - announced
     soft |= dict.fromkeys(
         late, "committed after a prune took it for a leftover: whether it is whole, that prune decides"
@@ -209,10 +198,29 @@ def _kept(
     return dict(sorted((soft | hard).items())), notes
 
 
+def _young(solid: History, grace: float) -> list[SnapshotId]:
+    """Abandoned snapshots that were saved less than `grace` before the newest one: a step back that was a mistake can
+    still be taken back. Told by the times they recorded, since a store may give none."""
+    newest = None if solid.newest is None else solid.snapshots[solid.newest].time
+    if grace <= 0 or newest is None:
+        return []
+    times = {id_: solid.snapshots[id_].time for id_ in solid.abandoned}
+    return [id_ for id_, time in times.items() if time is not None and time >= newest - grace]
+
+
 def _protected(
     history: History, objects: _Objects, clock: _Clock, announced: Collection[SnapshotId]
 ) -> dict[SnapshotId, str]:
-    """What nothing can remove (PROTOCOL.md §5.1), the weakest reason first. `announced`: snapshots that a prune has
+    """What nothing can remove (PROTOCOL.md §5.1)."""
+    return _leaned_on(history, objects, clock, announced) | {
+        pinned: f"pin {name}" for name, pinned in history.pins.items()
+    }
+
+
+def _leaned_on(
+    history: History, objects: _Objects, clock: _Clock, announced: Collection[SnapshotId]
+) -> dict[SnapshotId, str]:
+    """What a job may lean on, the weakest reason first. `announced`: snapshots that a prune has
     removed or will; what is left of one is no step in the making."""
     found: dict[SnapshotId, str] = {}
     snapshots = sorted(history.snapshots)
@@ -250,8 +258,44 @@ def _protected(
         source = parse_snapshot(doc.resumed_from)
         if source is not None and (newest_commit is None or run > newest_commit):
             found[source] = f"run {run} resumed from it"
-    for name, pinned in history.pins.items():
-        found[pinned] = f"pin {name}"
+    return found
+
+
+def announced_by(unfinished: Iterable[PruneDoc]) -> set[SnapshotId]:
+    """The snapshots whose documents earlier prunes have removed, or will."""
+    return {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+
+
+def leaned_on(
+    history: History, unfinished: Iterable[PruneDoc], grace: float, now: float | None
+) -> dict[SnapshotId, str]:
+    """What a job may still read or lean on, and why: its snapshots stay with all their revisions, and are not
+    compacted. Pins are not among these: they protect a snapshot, whichever revision of it."""
+    return _leaned_on(history, _by_step(history), _Clock(now, grace), announced_by(unfinished))
+
+
+def _superseded(
+    history: History,
+    kept: Collection[SnapshotId],
+    objects: _Objects,
+    clock: _Clock,
+    unfinished: Collection[PruneDoc],
+) -> set[str]:
+    """Documents of snapshots that stay which a higher revision replaces (PROTOCOL.md §5.5).
+
+    They stay with it while a job may lean on the snapshot: it may have read, and may name, what only they need. And
+    while anything that the higher one needs is missing from our lists, which are older than it, or announced to go."""
+    leaned = _leaned_on(history, objects, clock, announced_by(unfinished))
+    doomed = {key for doc in unfinished for key in doc.keys}
+    found: set[str] = set()
+    for key in history.documents:
+        name = SnapshotName.parse(key)
+        if name is None or name.id not in kept or name.id in leaned or name.id not in history.keys:
+            continue
+        best = history.snapshots[name.id]
+        needed = {pack for pack, _ in best.packs} | {part.key for part in best.parts}
+        if name.revision < best.revision and needed <= history.entries.keys() and not needed & doomed:
+            found.add(key)
     return found
 
 

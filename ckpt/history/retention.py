@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import FORMAT, PruneDoc, seal, unseal
-from ckpt.format.names import PRUNES, SnapshotId, parts_prefix, prune_key
+from ckpt.format.names import PACKS, PARTS, PRUNES, SnapshotId, SnapshotName, parts_prefix, prune_key
 from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import Clock, SystemClock
-from ckpt.history.plan import Decision, Keep, Order, decide, without_announced
+from ckpt.history.keep import Keep
+from ckpt.history.plan import Decision, Order, decide, without_announced
 from ckpt.history.reading import THREADS, read_many
 from storage_backends.base import Entry, StorageError, Store
 
@@ -168,11 +169,12 @@ def execute(
         again = decide(history, plan.order, announced.values(), now, only=plan.snapshots)
         if not _stands(store, without_announced(history, announced.values())):
             again = Decision()
+        spared = _lost(store, history, again)
     except BaseException:
         with contextlib.suppress(StorageError):
             store.delete([own])  # nothing has been removed: take it back
         raise
-    allowed = set(again.keys)
+    allowed = set(again.keys) - spared
     for keys in (plan.documents, plan.parts, plan.packs):
         if todo := [key for key in keys if key in allowed]:
             store.delete(todo)
@@ -215,6 +217,23 @@ def _stands(store: Store, history: History) -> bool:
         return True
     there = {e.key for e in store.list(parts_prefix(history.newest))}
     return all(ref.key in there for ref in history.snapshots[history.newest].parts)
+
+
+def _lost(store: Store, history: History, decision: Decision) -> set[str]:
+    """What must stay after all, because the compacted revision that replaces it has lost something meanwhile: swept as
+    a leftover by another prune that looked before it was committed, and has gone since."""
+    going = [history.documents[key] for key in decision.documents if key in history.documents]
+    replaced = [s for s in going if s.id in history.snapshots and s.id not in decision.snapshots]
+    if not replaced:
+        return set()
+    there = {e.key for prefix in (PARTS, PACKS) for e in store.list(prefix)}
+    spared: set[str] = set()
+    for old in replaced:
+        new = history.snapshots[old.id]
+        if not {key for key, _ in new.packs} | {ref.key for ref in new.parts} <= there:
+            spared |= {SnapshotName(old.id, old.revision).key} | {key for key, _ in old.packs}
+            spared |= {ref.key for ref in old.parts}
+    return spared
 
 
 def _old(mtime: float | None, now: float | None, grace: float) -> bool:

@@ -22,7 +22,7 @@ from ckpt.history.retention import Keep, execute, plan_prune
 from recovery.load import load
 from storage_backends.local import LocalStore
 from tests.cli.conftest import Ckpt, Said
-from tests.cli.living import NEXT, chain, keys, pin, two_lines
+from tests.cli.living import NEXT, chain, keys, pin, restate, two_lines
 from tests.support.faulty import Crash, FaultyStore
 from tests.support.stores import RUN, DirectWriter, flipped
 
@@ -51,7 +51,7 @@ def test_without_a_selection_nothing_happens(ckpt: Ckpt, tmp_path: Path) -> None
     for flags in ((), ("--dry-run",), ("--json",), ("--grace", "0")):
         said = ckpt("prune", tmp_path, *flags)
         assert (said.code, said.out) == (2, "")
-        assert said.err == ("ckpt: say what to keep (--keep-last, --keep-every) or what to remove (--remove STEP)\n")
+        assert said.err == ("ckpt: say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)\n")
     assert keys(store) == before
 
 
@@ -65,6 +65,11 @@ def test_without_a_selection_nothing_happens(ckpt: Ckpt, tmp_path: Path) -> None
         ("--keep-last", "1", "--grace", "soon"),
         ("--keep-last", "1", "--grace", "-1"),
         ("--keep-last", "1", "--grace", "nan"),
+        ("--keep-best", "loss"),
+        ("--keep-best", "loss:least:3"),
+        ("--keep-within", "soon"),
+        ("--keep-hourly", "0"),
+        ("--keep-daily", "-1"),
         ("--remove", "15"),
         ("--remove", "latest", "--remove", "nosuchpin"),
         ("--keep-last", "1", "--storage-option", "anon"),
@@ -97,6 +102,32 @@ def test_a_dry_run_touches_nothing_and_names_exactly_what_the_real_one_removes(c
     assert as_json["removed"] == []
     assert shown_keys(real) == []
     assert {key.partition("/")[0] for key in gone} == {"snapshots", "parts", "packs"}
+
+
+def test_every_policy_has_a_flag_and_is_named_as_the_reason(ckpt: Ckpt, tmp_path: Path) -> None:
+    store, ids = chain(tmp_path, 8)
+    hour = 3600.0
+    for n, (id_, loss) in enumerate(zip(ids, (0.1, 0.5, 0.4, 0.9, 0.3, 0.8, 0.7, 0.6), strict=True)):
+        restate(store, id_, time=1e9 + n * hour, metrics={"loss": loss})
+    flags = {
+        ("--keep-last", "2"): [70, 80],
+        ("--keep-every", "40"): [40, 80],
+        ("--keep-best", "loss:min:2"): [10, 50],
+        ("--keep-best", "loss:max:1"): [40],
+        ("--keep-within", "2h"): [60, 70, 80],
+        ("--keep-hourly", "3"): [60, 70, 80],
+        ("--keep-daily", "1"): [80],
+    }
+    for flag, steps in flags.items():
+        protected = ckpt("prune", tmp_path, *flag, "--dry-run", "--json").json["protected"]
+        assert {int(id_[-12:]) for id_ in protected} == {*steps, 70, 80}, "the job may lean on the last two"
+        whys = [why for id_, why in protected.items() if int(id_[-12:]) < 70]
+        assert whys == [f"keep {flag[0][7:]} {flag[1]}"] * len(whys) or flag[0] in ("--keep-hourly", "--keep-within")
+    said = ckpt(
+        "prune", tmp_path, "--keep-every", 20, "--keep-best", "loss:min:2", "--keep-within", "7200", "--dry-run"
+    )
+    whys = [line.split(None, 3)[3] for line in said.lines[1:] if " keep " in line][:4]
+    assert whys == ["keep best loss:min:2", "keep every 20", "keep every 20", "keep best loss:min:2"]
 
 
 def test_what_is_shown_line_by_line(ckpt: Ckpt, tmp_path: Path) -> None:
@@ -210,7 +241,7 @@ def test_the_live_line_is_kept_and_the_abandoned_one_goes(ckpt: Ckpt, tmp_path: 
     """D2: 500, 600, 700; back to 500, saved 510 (and 600 anew); keep 2."""
     two_lines(tmp_path)
     assert listed(ckpt, tmp_path) == ["1/500", "1/600", "1/700", "2/510", "2/600"]
-    said = ckpt("prune", tmp_path, "--keep-last", 3)
+    said = ckpt("prune", tmp_path, "--keep-last", 3, "--grace", 0)
     assert said.code == 0
     assert said.lines[1] == " 500    1  keep    keep last 3"
     assert listed(ckpt, tmp_path) == ["1/500", "2/510", "2/600"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.manifest import (
@@ -122,13 +123,19 @@ def part_bytes(
     replicas: Mapping[str, str] | None = None,
     ownership: str = OWNERSHIP,
     stored: int | None = None,
+    time: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    revision: int = 0,
 ) -> bytes:
-    """A part whose every chunk needs one blob of each of `packs`, base first."""
+    """A part whose every chunk needs one blob of each of `packs`, base first. By its `time`, unless it is given, each
+    run comes weeks after the one before."""
+    time = id_.run.generation * 1e6 if time is None else time
     blobs = tuple(Blob(key, 0, length, 0, "0" * 16) for key, length in packs)
     table = [Chunk(chunk_digest("float32", b"0000"), blobs) for _ in layout.pieces]
     head = PartHead(
-        id_.run, id_.step, ranks, rank, ownership, reference, 5.0 if rank == 0 else None,
-        {"loss": 1.5} if rank == 0 else None, {0: packs[-1][1] if stored is None else stored}, {}, replicas or {}, {},
+        id_.run, id_.step, ranks, rank, ownership, reference, time if rank == 0 else None,
+        dict(metrics or {"loss": 1.5}) if rank == 0 else None, {0: packs[-1][1] if stored is None else stored}, {},
+        replicas or {}, {}, revision,
     )  # fmt: skip
     return write_part(head, layout, table, dict(packs), breathe)
 
@@ -151,6 +158,8 @@ def put_step(
     leans: Iterable[Snapshot] = (),
     commit: bool = True,
     only: Iterable[int] | None = None,
+    time: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> Snapshot | None:
     """One step as the ranks of `only` (all) would leave it: packs, parts, and with `commit` the snapshot.
 
@@ -162,7 +171,7 @@ def put_step(
         if only is not None and rank not in only:
             continue
         packs = [*base, put_pack(store, id_, rank)]
-        data = part_bytes(id_, rank, layout, packs, ranks=ranks, reference=reference)
+        data = part_bytes(id_, rank, layout, packs, ranks=ranks, reference=reference, time=time, metrics=metrics)
         store.put(PartName(id_, rank).key, data)
         datas.append(data)
     if not commit:

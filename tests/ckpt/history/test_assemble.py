@@ -66,7 +66,7 @@ def test_a_snapshot_holds_what_its_parts_say_together() -> None:
     assert (snapshot.id, snapshot.world_size, snapshot.revision) == (ID, 3, 0)
     assert snapshot.reference == str(SnapshotId(RUN, 20)), "the oldest: runs count first, then steps"
     assert (snapshot.totals.stored, snapshot.totals.size, snapshot.totals.by_kind) == (23, 12, {"0": 23})
-    assert (snapshot.metrics, snapshot.time) == ({"loss": 1.5}, 5.0)
+    assert (snapshot.metrics, snapshot.time) == ({"loss": 1.5}, 1e6)
     assert list(snapshot.packs) == sorted(p for _, part in parts for p in part.packs)
     assert [ref.key for ref in snapshot.parts] == [ref.key for ref, _ in parts]
 

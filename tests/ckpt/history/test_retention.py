@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import pytest
 
 from ckpt.errors import FormatTooNew
-from ckpt.format.manifest import PruneDoc, digest128, seal, unseal
+from ckpt.format.manifest import PartRef, PruneDoc, digest128, read_part, seal, unseal
 from ckpt.format.names import PackName, PartName, RunId, SnapshotId, SnapshotName, prune_key, run_key
+from ckpt.history.assemble import build_snapshot
 from ckpt.history.catalog import read_history
 from ckpt.history.retention import Keep, Pruned, PrunePlan, execute, plan_prune
 from ckpt.history.runs import claimed_by_prune
@@ -18,11 +18,14 @@ from tests.ckpt.history.making import (
     NEXT,
     RUN,
     FakeClock,
+    part_bytes,
     put_keyframes,
     put_line,
+    put_pack,
     put_pin,
     put_run,
     put_step,
+    shares,
     whole,
 )
 from tests.support.faulty import Crash, FaultyStore, LaggingStore
@@ -262,20 +265,124 @@ def test_a_store_of_a_newer_format_is_left_alone(world: World) -> None:
         world.store.delete([key])
 
 
-def test_all_revisions_of_a_snapshot_go_or_stay_together(world: World) -> None:
+def revise(store: Store, id_: SnapshotId, *, revision: int = 1) -> list[str]:
+    """What a compaction leaves: a higher revision, with a pack and parts of its own. Its objects."""
+    own = [put_pack(store, id_, 0, b"compacted %d" % revision, n=revision)]
+    data = part_bytes(id_, 0, shares(1)[0], own, revision=revision)
+    ref = PartRef(PartName(id_, 0, revision).key, len(data), digest128(data))
+    store.put(ref.key, data)
+    key = SnapshotName(id_, revision).key
+    store.put(key, seal(build_snapshot([(ref, read_part(data, key=ref.key))])))
+    return [key, ref.key, own[0][0]]
+
+
+def test_what_a_compaction_replaced_goes_with_what_only_it_needs(world: World) -> None:
+    put_run(world.store, RUN)
+    put_line(world.store, RUN, [10, 20, 30])
+    new = revise(world.store, SnapshotId(RUN, 10))
+    plan = world.plan(Keep(last=3))
+    assert plan.snapshots == ()
+    assert plan.documents == (SnapshotName(SnapshotId(RUN, 10)).key,)
+    assert [PartName.parse(key) for key in plan.parts] == [PartName(SnapshotId(RUN, 10), 0)]
+    assert plan.packs == (), "20 and 30 still lean on the pack of 10"
+    world.prune(Keep(last=3))
+    assert world.steps == ["1/10", "1/20", "1/30"]
+    assert set(new) <= {e.key for e in world.store.list("")}
+    assert world.plan(Keep(last=3)).keys == ()
+
+
+def test_an_older_revision_stays_while_a_job_may_lean_on_it(world: World) -> None:
     put_run(world.store, RUN)
     put_keyframes(world.store, RUN, [10, 20])
-    first = SnapshotName(SnapshotId(RUN, 10))
-    old = put_step(world.store, SnapshotId(RUN, 5))
-    assert old is not None
-    revised = msgspec.structs.replace(read_history(world.store).snapshots[first.id], revision=1, packs=old.packs)
-    world.store.put(SnapshotName(first.id, 1).key, seal(revised))
-    world.prune(Keep(last=2))
-    assert world.steps == ["1/10", "1/20"]
-    assert len(world.packs) == 3, "the packs of both revisions"
+    revise(world.store, SnapshotId(RUN, 20))
+    assert world.plan(Keep(last=2)).keys == ()
+    revise(world.store, SnapshotId(RUN, 10))
+    put_run(world.store, NEXT, SnapshotId(RUN, 10))
+    names = [SnapshotName.parse(key) for key in world.plan(Keep(last=2)).documents]
+    assert names == [SnapshotName(SnapshotId(RUN, 20))], "run 2 reads 10, and whoever saved 20 can commit no more"
+    put_keyframes(world.store, NEXT, [30])
+    put_pin(world.store, "best", SnapshotId(RUN, 10))
+    names = [SnapshotName.parse(key) for key in world.plan(Keep(last=5)).documents]
+    assert names[-1] == SnapshotName(SnapshotId(RUN, 10)), "a pin protects the snapshot, not its older revision"
+    assert {name.id for name in names if name} == set(at(10, 20)), "20 is abandoned"
+
+
+def test_an_older_revision_stays_while_anything_of_the_newer_one_is_missing_or_announced_to_go(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20])
+    _, part, pack = revise(world.store, SnapshotId(RUN, 10))
+    data = world.store.get(pack)
+    world.store.delete([pack])
+    assert world.plan(Keep(last=5)).keys == ()
+    world.store.put(pack, data)
+    world.store.put(prune_key("ab"), seal(PruneDoc(1, (), (part, pack))))
+    assert world.plan(Keep(last=5)).keys == ()
+
+
+def test_a_newer_revision_that_loses_a_pack_during_the_second_look_keeps_the_older_one(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20])
+    _, _, pack = revise(world.store, SnapshotId(RUN, 10))
+    plan = world.plan(Keep(last=5))
+
+    class Sweeping(FaultyStore):
+        def list(self, prefix: str) -> Sequence[Entry]:
+            found = super().list(prefix)
+            if prefix == "prunes/":
+                world.store.delete([pack])
+            return found
+
+    pruned = execute(plan, Sweeping(world.store), clock=world.clock)
+    assert pruned.keys == ()
+    assert SnapshotName(SnapshotId(RUN, 10)).key in {e.key for e in world.store.list("snapshots/")}
+
+
+def test_all_revisions_of_a_snapshot_go_with_it(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20])
+    revise(world.store, SnapshotId(RUN, 10))
     world.prune(Keep(last=1))
     assert [e.key for e in world.store.list("snapshots/")] == [SnapshotName(SnapshotId(RUN, 20)).key]
     assert len(world.packs) == 1
+    assert len(world.store.list("parts/")) == 1
+
+
+def test_what_a_compaction_left_that_never_committed_goes_once_it_is_older_than_grace(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20])
+    key, part, pack = revise(world.store, SnapshotId(RUN, 10))
+    world.store.delete([key])
+    assert world.plan(Keep(last=5)).keys == ()
+    world.later(GRACE + 1)
+    assert set(world.prune(Keep(last=5)).keys) == {part, pack}
+    assert world.steps == ["1/10", "1/20"]
+
+
+# --- policies ----------------------------------------------------------------------------------------------------
+
+
+def test_every_policy_that_keeps_a_snapshot_is_a_reason(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, range(10, 60, 10))
+    plan = world.plan(Keep(last=3, every=20, best=("loss", "min", 4)))
+    assert plan.protected[SnapshotId(RUN, 20)] == "keep every 20; keep best loss:min:4"
+    assert plan.protected[SnapshotId(RUN, 30)] == "keep last 3; keep best loss:min:4"
+    assert list(plan.snapshots) == at(10)
+
+
+def test_an_abandoned_line_stays_for_grace_and_then_goes_first(world: World) -> None:
+    put_run(world.store, RUN)
+    for step in (10, 20, 30):
+        put_step(world.store, SnapshotId(RUN, step), time=1000.0 + step)
+    put_run(world.store, NEXT, SnapshotId(RUN, 10))
+    put_step(world.store, SnapshotId(NEXT, 15), time=2000.0)
+    plan = world.plan(Keep(last=1))
+    assert list(plan.snapshots) == at(10)
+    assert plan.protected[SnapshotId(RUN, 30)] == "abandoned, and not yet older than grace"
+    put_step(world.store, SnapshotId(NEXT, 25), time=1025.0 + GRACE)
+    plan = world.plan(Keep(last=1))
+    assert list(plan.snapshots) == [*at(10, 20), *at(15, run=NEXT)]
+    assert [n.id for key in plan.documents if (n := SnapshotName.parse(key))] == [*at(20), *at(10), *at(15, run=NEXT)]
 
 
 # --- leftovers ---------------------------------------------------------------------------------------------------
