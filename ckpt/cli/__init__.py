@@ -16,6 +16,8 @@ from ckpt.errors import CheckpointError, StorageError
 VERBS = {
     "list": "ckpt.cli.list_",
     "show": "ckpt.cli.show",
+    "diff": "ckpt.cli.diff",
+    "du": "ckpt.cli.du",
     "verify": "ckpt.cli.verify",
     "prune": "ckpt.cli.prune",
     "mirrors": "ckpt.cli.mirrors",

@@ -16,14 +16,13 @@ from ckpt.cli.screen import (
     cut,
     metrics_text,
     open_url,
-    pins_of,
     print_json,
     print_table,
     warn,
 )
 from ckpt.format.kinds import KINDS
-from ckpt.format.manifest import Snapshot
-from ckpt.history.catalog import History, read_history
+from ckpt.history.catalog import History as Look
+from recovery.looking import History, Listed, listed
 
 METRICS_WIDTH = 80
 """Characters of metrics in a line; --json has all of them."""
@@ -44,22 +43,22 @@ def command(
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
     store = open_url(url, storage_option)
-    history = read_history(store)
+    history = History(store).look()
     if as_json:
         print_json(_document(history))
         return
     rows = []
-    for id_, snapshot in sorted(history.snapshots.items()):
-        notes = [f"pin {name}" for name in pins_of(history, id_)]
-        if id_ in history.abandoned:
+    for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots)):
+        notes = [f"pin {name}" for name in snapshot.pins]
+        if snapshot.abandoned:
             notes.append("abandoned")
         rows.append(
             [
-                str(id_.step),
-                str(id_.run.generation),
+                str(snapshot.step),
+                str(snapshot.generation),
                 age_text(snapshot.time),
-                bytes_text(snapshot.totals.stored),
-                bytes_text(snapshot.totals.size),
+                bytes_text(snapshot.stored),
+                bytes_text(snapshot.size),
                 _kinds(snapshot),
                 cut(metrics_text(snapshot.metrics), METRICS_WIDTH),
                 ", ".join(notes),
@@ -82,11 +81,11 @@ def command(
         warn(f"{skipped} skipped; 'ckpt list --problems' says which and why, 'ckpt verify' checks everything")
 
 
-def _kinds(snapshot: Snapshot) -> str:
-    total = snapshot.totals.stored
+def _kinds(snapshot: Listed) -> str:
+    total = snapshot.stored
     if not total:
         return "-"
-    shares = sorted(snapshot.totals.by_kind.items(), key=lambda item: -item[1])
+    shares = sorted(snapshot.by_kind.items(), key=lambda item: -item[1])
     return " ".join(f"{kind_name(k)} {100 * n / total:.0f}%" for k, n in shares if n * 200 >= total)
 
 
@@ -95,24 +94,24 @@ def kind_name(number: str) -> str:
     return KINDS.get(int(number), number) if number.isdigit() else number
 
 
-def _document(history: History) -> dict[str, Any]:
+def _document(history: Look) -> dict[str, Any]:
     return {
         "snapshots": [
             {
-                "id": str(id_),
-                "step": id_.step,
-                "generation": id_.run.generation,
-                "run": str(id_.run),
+                "id": str(snapshot.id),
+                "step": snapshot.step,
+                "generation": snapshot.generation,
+                "run": str(snapshot.id.run),
                 "time": snapshot.time,
                 "world_size": snapshot.world_size,
-                "stored": snapshot.totals.stored,
-                "size": snapshot.totals.size,
-                "by_kind": {kind_name(k): n for k, n in snapshot.totals.by_kind.items()},
-                "metrics": snapshot.metrics or {},
-                "pins": pins_of(history, id_),
-                "abandoned": id_ in history.abandoned,
+                "stored": snapshot.stored,
+                "size": snapshot.size,
+                "by_kind": {kind_name(k): n for k, n in snapshot.by_kind.items()},
+                "metrics": snapshot.metrics,
+                "pins": snapshot.pins,
+                "abandoned": snapshot.abandoned,
             }
-            for id_, snapshot in sorted(history.snapshots.items())
+            for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots))
         ],
         "newest": None if history.newest is None else str(history.newest),
         "problems": [{"key": problem.key, "text": problem.text} for problem in history.problems],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from ckpt.cli.screen import (
     cut,
     find_any,
     metrics_text,
+    natural,
     open_url,
     pins_of,
     print_json,
@@ -166,7 +166,7 @@ def _print_leaves(leaves: Mapping[str, _LeafLine]) -> None:
             str(line.depth or ""),
             _ranks(sorted(line.ranks)),
         ]
-        for path, line in sorted(leaves.items(), key=lambda item: _natural(item[0]))
+        for path, line in sorted(leaves.items(), key=lambda item: natural(item[0]))
     ]
     print_table(
         ["leaf", "dtype", "shape", "size", "to read", "depth", "ranks"],
@@ -174,11 +174,6 @@ def _print_leaves(leaves: Mapping[str, _LeafLine]) -> None:
         right=frozenset({3, 4, 5}),
         fold=frozenset({0}),
     )
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(int(word) if word.isdecimal() else 0, word) for word in re.split(r"([0-9]+)", path)]
 
 
 def _value_lines(name: str, of_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:

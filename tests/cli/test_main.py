@@ -23,6 +23,8 @@ from tests.support.stores import make_store
 
 OF_A_STORE = [verb for verb in VERBS if verb != "mirrors"]
 """The verbs that take a URL."""
+MORE = {"prune": ["--keep-last", "1"], "diff": ["latest", "latest"]}
+"""What a verb must be told besides."""
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -77,7 +79,7 @@ def test_wrong_usage_is_exit_code_2_and_a_pointer_to_help(ckpt: Ckpt, arguments:
     ],
 )
 def test_a_url_that_makes_no_sense_is_one_line_and_exit_code_2(ckpt: Ckpt, verb: str, url: str, says: str) -> None:
-    said = ckpt(verb, url, *(["--keep-last", "1"] if verb == "prune" else []))
+    said = ckpt(verb, url, *MORE.get(verb, ()))
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith("ckpt: ")
     assert says in said.err
@@ -88,7 +90,7 @@ def test_a_url_that_makes_no_sense_is_one_line_and_exit_code_2(ckpt: Ckpt, verb:
 @pytest.mark.parametrize("option", ["anon", "=x", "anon=true"])
 def test_storage_options_are_checked_by_every_verb(ckpt: Ckpt, tmp_path: Path, verb: str, option: str) -> None:
     chain(tmp_path, 1)
-    said = ckpt(verb, tmp_path, "--storage-option", option, *(["--keep-last", "1"] if verb == "prune" else []))
+    said = ckpt(verb, tmp_path, "--storage-option", option, *MORE.get(verb, ()))
     assert (said.code, said.out) == (2, "")
     assert "KEY=VALUE" in said.err or "a folder takes no storage options, found anon" in said.err
 
@@ -103,8 +105,8 @@ def test_storage_options_reach_the_store(ckpt: Ckpt, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(screen, "open_store", opened)
     for verb in OF_A_STORE:
-        more = ["--keep-last", "9"] if verb == "prune" else []
-        assert ckpt(verb, "s3://b/x", "--storage-option", "anon=true", "--storage-option", "k=v", *more).code == 0
+        options = ["--storage-option", "anon=true", "--storage-option", "k=v"]
+        assert ckpt(verb, "s3://b/x", *MORE.get(verb, ()), *options).code == 0
     assert seen == [("s3://b/x", {"anon": True, "k": "v"})] * len(OF_A_STORE)
 
 
@@ -118,7 +120,7 @@ def test_ctrl_c_is_130_and_one_line(ckpt: Ckpt, tmp_path: Path, monkeypatch: pyt
     store, _ = chain(tmp_path, 2)
     before = keys(store)
     monkeypatch.setattr(screen, "open_store", lambda url, **options: Interrupting(tmp_path))
-    said = ckpt(verb, tmp_path, *(["--keep-last", "1"] if verb == "prune" else []))
+    said = ckpt(verb, tmp_path, *MORE.get(verb, ()))
     assert (said.code, said.out) == (130, "")
     assert said.err == "ckpt: interrupted; what was done so far stays, and running it again goes on\n"
     assert keys(store) == before
