@@ -20,6 +20,8 @@ VERBS = {
     "du": "ckpt.cli.du",
     "verify": "ckpt.cli.verify",
     "prune": "ckpt.cli.prune",
+    "pin": "ckpt.cli.pin",
+    "unpin": "ckpt.cli.unpin",
     "mirrors": "ckpt.cli.mirrors",
     "plan": "ckpt.cli.plan",
 }

@@ -23,7 +23,7 @@ from tests.support.stores import make_store
 
 OF_A_STORE = [verb for verb in VERBS if verb != "mirrors"]
 """The verbs that take a URL."""
-MORE = {"prune": ["--keep-last", "1"], "diff": ["latest", "latest"]}
+MORE = {"prune": ["--keep-last", "1"], "diff": ["latest", "latest"], "pin": ["name"], "unpin": ["name"]}
 """What a verb must be told besides."""
 
 
