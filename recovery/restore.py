@@ -244,7 +244,7 @@ class _Attempt:
     def _hand_on(self, documents: _Documents) -> Mapping[int, bytes]:
         """Own parts, to the ranks that need them. In a job of the same size every rank has read its own."""
         me = self.peers.rank
-        own = np.frombuffer(documents.raw[me], np.uint8)
+        own = np.frombuffer(bytearray(documents.raw[me]), np.uint8)  # torch takes no memory that is read-only
         needed = [] if documents.plan is not None else [r for r in documents.parts[me].others if r != me]
         everyone = [
             msgspec.msgpack.decode(data, type=tuple[int, list[int]])
