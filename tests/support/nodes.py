@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.format.manifest import Part
+from ckpt.mirror.folders import rank_of
 from recovery.report import Restored
 from storage_backends import open_store
 from storage_backends.base import Buffer, Entry, Store
@@ -179,6 +181,27 @@ def killed(function: Callable[..., None], n: int, args: Sequence[Any]) -> None:
 def run(function: Callable[..., None], n: int, args: Sequence[Any]) -> list[dict[str, Any]]:
     """Run a job to its end: what its ranks said."""
     return heard(run_ranks(function, n, args))
+
+
+def note_local(state: dict[str, object], folder: str | Path, step: int) -> None:
+    """Write down this rank's own bytes, for `is_as_noted` after a restart."""
+    noted = {name: xxhash.xxh3_128_hexdigest(data) for name, data in local_bytes(state).items()}
+    path = Path(folder, f"{step}-{dist.get_rank()}.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(noted))
+
+
+def is_as_noted(state: dict[str, object], folder: str | Path, step: int) -> bool:
+    noted = json.loads(Path(folder, f"{step}-{dist.get_rank()}.json").read_text())
+    assert len(noted) > 3, "nothing is compared"
+    return bool(noted == {name: xxhash.xxh3_128_hexdigest(data) for name, data in local_bytes(state).items()})
+
+
+def mirrors_in(node: str | Path) -> dict[int, Path]:
+    """Rank → its mirror file on a node that has one store's."""
+    found = {rank: path for path in Path(node).glob("*/*") if (rank := rank_of(path.name)) is not None}
+    assert len(found) == len(list(Path(node).glob("*/*"))), "several of one rank"
+    return found
 
 
 def blob_bytes(part: Part) -> int:
