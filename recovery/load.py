@@ -28,7 +28,7 @@ from recovery.boxes import Bytes
 from recovery.choose import Skipped, choose, exhausted
 from recovery.parallel import THREADS
 from recovery.place import Seat, stored_value
-from recovery.read import Pruned, open_snapshot, read_parts, verdict
+from recovery.read import OpenSnapshot, Pruned, open_snapshot, read_parts, verdict
 from recovery.report import Restored
 from recovery.restore import restore_seat
 from recovery.shards import MEMORY, read_shards
@@ -102,6 +102,17 @@ def load_into(
 
 def _load_one(store: Store, id_: SnapshotId, patterns: tuple[str, ...] | None) -> dict[str, Any]:
     opened = open_snapshot(store, id_)
+    while True:
+        try:
+            return _load_opened(store, opened, patterns)
+        except Pruned:
+            again = open_snapshot(store, id_)
+            if again.key == opened.key:
+                raise
+            opened = again  # what went was a revision that a compaction has replaced
+
+
+def _load_opened(store: Store, opened: OpenSnapshot, patterns: tuple[str, ...] | None) -> dict[str, Any]:
     try:
         parts = read_parts(store, opened.snapshot)
         names = _names(parts)
@@ -114,8 +125,8 @@ def _load_one(store: Store, id_: SnapshotId, patterns: tuple[str, ...] | None) -
         paths = sorted({path for part in parts.values() for path in (*(row.leaf for row in part.shards), *part.values)})
         there = ", ".join(path for path in paths[:5] if not path.startswith("$")) + (" …" if len(paths) > 5 else "")
         raise NoSnapshot(
-            f"{id_.short} on {store.url} has nothing named {' or '.join(patterns)}; names are patterns of whole paths, "
-            f"such as 'model.*'; there is {there}"
+            f"{opened.id.short} on {store.url} has nothing named {' or '.join(patterns)}; names are patterns of whole "
+            f"paths, such as 'model.*'; there is {there}"
         )
     return found
 

@@ -20,6 +20,7 @@ VERBS = {
     "du": "ckpt.cli.du",
     "verify": "ckpt.cli.verify",
     "prune": "ckpt.cli.prune",
+    "compact": "ckpt.cli.compact",
     "pin": "ckpt.cli.pin",
     "unpin": "ckpt.cli.unpin",
     "mirrors": "ckpt.cli.mirrors",

@@ -57,6 +57,10 @@ def command(
             "--remove", metavar="STEP", help="Remove this snapshot (a step, GENERATION/STEP, latest); repeatable."
         ),
     ] = None,
+    leftovers: Annotated[
+        bool,
+        typer.Option("--leftovers", help="Only what no snapshot needs: of crashed saves, and what compact replaced."),
+    ] = False,
     grace: Annotated[
         str,
         typer.Option(
@@ -83,13 +87,15 @@ def command(
         last=keep_last,
         every=keep_every,
         best=None if keep_best is None else _best(keep_best),
-        within=None if keep_within is None else _time("--keep-within", keep_within),
+        within=None if keep_within is None else duration("--keep-within", keep_within),
         hourly=keep_hourly,
         daily=keep_daily,
     )
-    if keep.everything and not remove:
+    if leftovers and (remove or not keep.everything):
+        raise ValueError("--leftovers removes no snapshot; leave out the --keep policies and --remove")
+    if keep.everything and not remove and not leftovers:
         raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
-    leave = _time("--grace", grace)
+    leave = duration("--grace", grace)
     store = open_url(url, storage_option)
     asked = _asked(store, remove or ())
     plan = plan_prune(store, keep, grace=leave, remove=asked)
@@ -104,7 +110,8 @@ def command(
         raise typer.Exit(1)
 
 
-def _time(option: str, text: str) -> float:
+def duration(option: str, text: str) -> float:
+    """The seconds that an option's value says; a plain number is seconds. Raises ValueError."""
     try:
         return seconds(float(text) if text.replace(".", "", 1).isdecimal() else text)
     except ValueError as error:
