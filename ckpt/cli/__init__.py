@@ -25,6 +25,8 @@ VERBS = {
     "unpin": "ckpt.cli.unpin",
     "mirrors": "ckpt.cli.mirrors",
     "plan": "ckpt.cli.plan",
+    "export": "ckpt.cli.export",
+    "import": "ckpt.cli.import_",
 }
 """Verb → the module whose `command` does it."""
 
