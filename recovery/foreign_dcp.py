@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, uncovered, whole
 from ckpt.format.values import encode
@@ -36,6 +38,9 @@ from recovery.foreign_torch import bytes_of, plain, read_one, stored_tensor
 from recovery.outward import STATE, Export, landing
 
 METADATA = ".metadata"
+
+FILE = 128 * 1024 * 1024
+"""Bytes of tensors in one file that we write, about."""
 
 
 def write_dcp(export: Export, out: Path) -> list[str]:
@@ -53,10 +58,39 @@ def write_dcp(export: Export, out: Path) -> list[str]:
     with landing(out) as partial, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant: this is one process
         try:
-            save({}, storage_writer=FileSystemWriter(partial), planner=planner, no_dist=True)
+            save({}, storage_writer=_Files(partial), planner=planner, no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
     return sorted(export.values.keys() - planner.values.keys())
+
+
+class _Files(FileSystemWriter):
+    """Several files of about `FILE` bytes, one after the other: torch keeps the last box of each tensor of a file
+    until that file is done."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_grouped(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _grouped(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    size = 0
+    for item in items:
+        data = item.tensor_data
+        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if group and size + nbytes > FILE:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes
+    if group:
+        yield group
 
 
 class _Planner(SavePlanner):

@@ -16,7 +16,7 @@ from ckpt.format.shards import DTYPES
 from ckpt.history.clock import SystemClock
 from ckpt.history.runs import identity
 from ckpt.saving.inward import store_snapshot
-from recovery import outward
+from recovery import foreign_dcp, outward
 from recovery.foreign import Refused
 from recovery.foreign_dcp import METADATA, read_dcp, write_dcp
 from recovery.outward import open_export
@@ -43,11 +43,13 @@ def taken_in(source: Path) -> Store:
 def test_torch_loads_the_bits_that_were_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, window: int
 ) -> None:
+    monkeypatch.setattr(foreign_dcp, "FILE", 10_000)
     monkeypatch.setattr(outward, "WINDOW", window)  # a small one cuts the large leaf into many boxes
     store = MemoryStore()
     leaves = odd(sorted(DTYPES.keys() - {"float4_e2m1fn_x2"}))  # torch cannot copy those
     export = open_export(store, written(store, leaves, ranks=ranks), "model")
     assert write_dcp(export, tmp_path / "out") == []
+    assert len(list((tmp_path / "out").glob("*.distcp"))) > 3
     state: dict[str, Any] = {
         name.removeprefix("model."): torch.zeros(raw.shape, dtype=getattr(torch, raw.dtype))
         for name, raw in leaves.items()
