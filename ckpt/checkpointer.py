@@ -391,8 +391,10 @@ class Checkpointer:
             self._sweeper.stop(left())
         # A run whose last save still hangs is not marked as ended: its put may land yet.
         self._tenure.close(ended=done, timeout=left())
-        # A job that comes to its end needs no mirror; one that fails or is told to stop will be back.
-        self._mirror.close(remove=done and self._ending and not self.stopping)
+        # A job that comes to its end needs no mirror; one that fails or is told to stop will be back. A last save that
+        # failed tells of the former where nothing else does: not every process lets its end hear of what it raised.
+        well = ticket is None or ticket.error is None
+        self._mirror.close(remove=done and well and self._ending and not self.stopping)
         self._stopper.restore()
         self._position.close()
         self._ranks.close()

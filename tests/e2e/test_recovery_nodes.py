@@ -113,3 +113,18 @@ def test_survivors_that_come_back_under_other_numbers_give_what_they_hold_to_who
     assert [each["pack_bytes"] > 0 for each in found] == [kind == "fsdp"] * 2 + [False] * 2, found
     assert sum(each["pack_bytes"] for each in found) <= 1.05 * lost
     assert all(each["bytes"]["peers"] > 0 for each in found[2:]), found
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_without_mirrors_a_rank_reads_about_what_its_own_shards_take_up(tmp_path: Path, kind: str) -> None:
+    """K2: bytes, and requests: one for each pack its part names, one part. Under DDP every rank needs everything."""
+    url = tmp_path / "store"
+    killed(lives, 3, [kind, str(url), ["off"] * 3])
+    parts = stored_parts(url)
+    own = {rank: blob_bytes(part) for rank, part in parts.items()}
+    crumbs = 256  # step counters, which one rank stores
+    for rank, found in enumerate(run(comes_back, 3, [kind, str(url), ["off"] * 3])):
+        mine = own[rank] + crumbs if kind == "fsdp" else sum(own.values())
+        named = len(parts[rank].packs) + 1 if kind == "fsdp" else sum(len(part.packs) for part in parts.values())
+        assert found["pack_bytes"] <= 1.05 * mine, (rank, found, own)
+        assert found["packs"] <= named and found["parts"] <= 1, (rank, found, named)
