@@ -71,7 +71,7 @@ def main() -> int:
             open_store(str(at / "store")), SystemClock(), identity(None), 1, [large, *others], values={}, aliases={}
         )
         print(f"{'verb':<22}{'seconds':>9}{'peak above':>13}")
-        verbs = [("verify", str(at / "store"), "--deep")]
+        verbs: list[tuple[str, ...]] = [("verify", str(at / "store"), "--deep")]
         for form in ("safetensors", "torch", "dcp"):
             verbs.append(("export", str(at / "store"), "1", str(at / form), "--to", form))
             verbs.append(("import", str(at / f"from-{form}"), str(at / form), "--from", form))
