@@ -384,8 +384,8 @@ def test_in_parallel_as_one_by_one(node: Node) -> None:
     id_ = node.save(5, ranks=[0, 1])
     chunks = [chunk for _, chunk in node.jobs(id_)]
     with node.survey() as holdings:
-        one_by_one = {chunk.digest: holdings.find(chunk, id_) for chunk in chunks}
-        parallel = {chunk.digest: held for chunk, held in holdings.find_all(chunks, id_, threads=4)}
+        one_by_one = {chunk: holdings.find(chunk, id_) for chunk in chunks}
+        parallel = dict(holdings.find_all(chunks, id_, threads=4))
     assert parallel == one_by_one and None in parallel.values() and len(set(parallel.values())) > 10
 
 
