@@ -35,6 +35,10 @@ LONG = 8
 HEAVY = 1.25
 """A chain of this many times its keyframe's bytes is long, too: a keyframe takes less."""
 
+TEXT = 150
+"""Bytes that a pack's header spends on a blob, about. They count as live with it: a new pack needs them again, and
+packs of tiny blobs, half of which are header, would else be rewritten for ever."""
+
 PATIENCE = 3
 """Looks at a store that is being pruned meanwhile, before what is missing counts as lost."""
 
@@ -51,7 +55,7 @@ class CompactPlan:
         dying: packs whose live blobs move.
         users: blob → the digest of the one chunk that needs it, or None if more do.
         collapse: whether long chains become keyframes.
-        moved, keyframes: bytes that will be written: of blobs, as they are; of new keyframes, by an estimate.
+        moved, keyframes: bytes that will be written, about: of blobs as they are, and of new keyframes; with headers.
         freed: bytes of packs that nothing needs afterwards; the next prune removes them.
         left: snapshots that were not looked at, and why.
         history: the look at the store that this plan was made from.
@@ -193,13 +197,13 @@ def _weigh(
     for part in parts_of(store, history, history.snapshots.keys() - left.keys(), threads):
         for _, _, _, chunk in chunks_of(part):
             if collapse and long_alone(chunk, users):
-                keyframes[chunk.digest] = chunk.blobs[0].size
+                keyframes[chunk.digest] = chunk.blobs[0].size + TEXT
                 rewrite.add(part.id)
             else:
                 needed.update(chunk.blobs)
     live: dict[str, int] = {}
     for blob in needed:
-        live[blob.pack] = live.get(blob.pack, 0) + blob.size
+        live[blob.pack] = live.get(blob.pack, 0) + blob.size + TEXT
     dying = {key for key, size in live.items() if key not in stays and size < threshold * sizes[key]}
     rewrite |= {id_ for id_, s in history.snapshots.items() if id_ not in left and not dying.isdisjoint(dict(s.packs))}
     return CompactPlan(

@@ -168,6 +168,21 @@ def test_the_threshold_decides_which_packs_are_rewritten(threshold: float, rewri
     assert len(plan_compact(store, threshold=threshold, threads=1).rewrite) == rewritten
 
 
+def test_packs_of_tiny_blobs_are_not_rewritten_for_ever() -> None:
+    """Half of such a pack is header: that is no waste which a new pack would not have, too."""
+    store = MemoryStore()
+    made: list[State] = [{f"w{n}": np.full(1024, n + step % 2, np.float32) for n in range(60)} for step in range(4)]
+    ids = make_store(store, made, chunk=4096)
+    finished(store, *ids)
+    pin(store, read_history(store), "kept", ids[-1])
+    prune(store, Keep(last=1))
+    for _ in range(3):
+        run(store, plan_compact(store, threshold=0.6, threads=1))
+        prune(store)
+    assert plan_compact(store, threshold=0.6, threads=1).rewrite == ()
+    check(store, ids[-1:], made[-1:])
+
+
 def test_a_threshold_that_is_no_share_is_refused() -> None:
     for wrong in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="threshold"):
