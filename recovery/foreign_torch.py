@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ckpt.errors import UnsupportedState
 from ckpt.format.shards import DTYPES, Leaf, Shard, whole
 from ckpt.format.values import Ref, encode
-from ckpt.leaves_tensors import Found
-from ckpt.leaves_tree import walk
+from ckpt.leaves.tensors import Found
+from ckpt.leaves.tree import walk
 from recovery.foreign import Arrival, Incoming, Refused, read_rest
 from recovery.outward import STATE, Export, landing
 

@@ -21,7 +21,7 @@ from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Leaf, Shard, whole
 from ckpt.format.values import TorchName, encode, flat
-from ckpt.leaves_tree import torch_constant
+from ckpt.leaves.tree import torch_constant
 from recovery.agree import Alone
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes

@@ -73,7 +73,7 @@ def modules() -> dict[str, Path]:
 def floor(module: str) -> int | None:
     for number, names in enumerate(FLOORS):
         for name in names:
-            if module == name or module.startswith((name + ".", name + "_")):
+            if module == name or module.startswith(name + "."):
                 return number
     return None
 
@@ -159,7 +159,7 @@ def reaches_torch(module: str, seen: set[str]) -> list[str] | None:
 
 @pytest.mark.parametrize("module", sorted(ALL))
 def test_torch_is_loaded_only_in_the_rooms_marked_for_it(module: str) -> None:
-    marked = any(module == name or module.startswith(name + "_") for name in TORCH)
+    marked = any(module == name or module.startswith(name + ".") for name in TORCH)
     chain = reaches_torch(module, set())
     assert marked or chain is None, " -> ".join(chain or []) + " -> torch"
 

@@ -1,4 +1,4 @@
-"""Live state into leaves, and leaves back into live state (torch). The lobby of the ``leaves_*`` files.
+"""Live state into leaves, and leaves back into live state (torch). The lobby of the room.
 
     flatten → module, optimizer, tree → table → tensors     what is there, which box of it, where its memory lies
     restore → moments → matching → targets                  what goes where, checked first, then written
@@ -9,11 +9,11 @@ nothing; the `Restoration` it returns takes the bytes.
 
 from __future__ import annotations
 
-from ckpt.leaves_flatten import Flat, Flattener
-from ckpt.leaves_restore import Restoration, plan_restore
-from ckpt.leaves_stored import Stored
-from ckpt.leaves_tensors import LiveShard, PerRank
-from ckpt.leaves_tree import regrow, torch_constant
+from ckpt.leaves.flatten import Flat, Flattener
+from ckpt.leaves.restore import Restoration, plan_restore
+from ckpt.leaves.stored import Stored
+from ckpt.leaves.tensors import LiveShard, PerRank
+from ckpt.leaves.tree import regrow, torch_constant
 
 __all__ = [
     "Flat",

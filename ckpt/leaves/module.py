@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedState
-from ckpt.leaves_tensors import Found, instance_of
-from ckpt.leaves_tree import NOTHING, walk
+from ckpt.leaves.tensors import Found, instance_of
+from ckpt.leaves.tree import NOTHING, walk
 
 _EXTRA = "_extra_state"
 

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.errors import LayoutMismatch
 from ckpt.format.shards import Leaf
-from ckpt.leaves_tensors import Array, as_dtensor, torch_dtype
+from ckpt.leaves.tensors import Array, as_dtensor, torch_dtype
 
 
 class Target(Protocol):

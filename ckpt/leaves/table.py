@@ -9,7 +9,7 @@ from operator import attrgetter, is_
 import torch
 
 from ckpt.errors import UnsupportedState
-from ckpt.leaves_tensors import Array, Boxes, Found, LiveShard, as_dtensor, live_shard
+from ckpt.leaves.tensors import Array, Boxes, Found, LiveShard, as_dtensor, live_shard
 
 _BLOCK = 512
 """Tensors checked at a time: the second look at each finds it in the processor's cache."""

@@ -14,7 +14,7 @@ from torch import nn
 from ckpt.errors import UnsupportedState
 from ckpt.format.values import Ref
 from ckpt.leaves import Flattener
-from ckpt.leaves_optimizer import half_present
+from ckpt.leaves.optimizer import half_present
 
 
 def test_zero_redundancy_optimizer_is_refused_with_what_to_use_instead(tmp_path: Path) -> None:

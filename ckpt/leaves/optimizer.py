@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ckpt.errors import UnsupportedState
-from ckpt.leaves_tensors import Found, instance_of
-from ckpt.leaves_tree import walk
+from ckpt.leaves.tensors import Found, instance_of
+from ckpt.leaves.tree import walk
 
 _values = methodcaller("values")
 

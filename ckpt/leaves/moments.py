@@ -15,12 +15,12 @@ import torch
 
 from ckpt.format.shards import Leaf
 from ckpt.format.values import Ref, encode
-from ckpt.leaves_matching import Matching, few
-from ckpt.leaves_optimizer import OptimizerLeaves, half_present
-from ckpt.leaves_stored import Stored
-from ckpt.leaves_targets import Fresh, InPlace, Target, like, plain
-from ckpt.leaves_tensors import as_dtensor
-from ckpt.leaves_tree import NOTHING, regrow
+from ckpt.leaves.matching import Matching, few
+from ckpt.leaves.optimizer import OptimizerLeaves, half_present
+from ckpt.leaves.stored import Stored
+from ckpt.leaves.targets import Fresh, InPlace, Target, like, plain
+from ckpt.leaves.tensors import as_dtensor
+from ckpt.leaves.tree import NOTHING, regrow
 
 # How this process computes, not what it has computed: the live choice stays, and decides where scalars live.
 _SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})

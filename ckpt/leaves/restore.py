@@ -15,13 +15,13 @@ import torch
 
 from ckpt.format.shards import Shard
 from ckpt.format.values import Ref
-from ckpt.leaves_flatten import Flattener, StatefulLeaves, TensorLeaf, TreeLeaves
-from ckpt.leaves_matching import Matching, Write, few
-from ckpt.leaves_module import ModuleLeaves
-from ckpt.leaves_moments import plan_optimizer
-from ckpt.leaves_optimizer import OptimizerLeaves
-from ckpt.leaves_stored import Stored
-from ckpt.leaves_tree import NOTHING, names_in, regrow
+from ckpt.leaves.flatten import Flattener, StatefulLeaves, TensorLeaf, TreeLeaves
+from ckpt.leaves.matching import Matching, Write, few
+from ckpt.leaves.module import ModuleLeaves
+from ckpt.leaves.moments import plan_optimizer
+from ckpt.leaves.optimizer import OptimizerLeaves
+from ckpt.leaves.stored import Stored
+from ckpt.leaves.tree import NOTHING, names_in, regrow
 
 
 class Restoration:

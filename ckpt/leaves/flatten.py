@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt.errors import UnsupportedState
-from ckpt.leaves_module import ModuleLeaves
-from ckpt.leaves_optimizer import OptimizerLeaves, refuse_flat_copies
-from ckpt.leaves_table import Table
-from ckpt.leaves_tensors import Found, LiveShard, PerRank
-from ckpt.leaves_tree import NOTHING, is_tree, walk
+from ckpt.leaves.module import ModuleLeaves
+from ckpt.leaves.optimizer import OptimizerLeaves, refuse_flat_copies
+from ckpt.leaves.table import Table
+from ckpt.leaves.tensors import Found, LiveShard, PerRank
+from ckpt.leaves.tree import NOTHING, is_tree, walk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 
 from ckpt.errors import UnsupportedState
 from ckpt.format.values import MAX_DEPTH, Ref, TorchName, UnsupportedValue, child, encode
-from ckpt.leaves_tensors import Found, PerRank
+from ckpt.leaves.tensors import Found, PerRank
 
 NOTHING: Any = object()
 """Stands for "there is none" where None is a value."""
