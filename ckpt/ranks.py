@@ -50,12 +50,15 @@ class Pending:
 
     def settled(self, seconds: float) -> bool:
         """Whether nothing is on its way any more, waiting at most so long. Raises nothing."""
-        if self._work is None or self._work.is_completed():
-            return True
-        try:
-            self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return self._work.is_completed()
+        work = self._work
+        if work is not None and not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+        # Let go of here, so that what gloo keeps for it does not outlive the group, up to the end of the process.
+        self._work = None
         return True
 
 
