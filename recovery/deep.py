@@ -23,7 +23,7 @@ from recovery.assemble import Place
 from recovery.boxes import carry_out, copies
 from recovery.fetch import REQUEST, fetch
 from recovery.findings import Finding
-from recovery.parallel import in_threads
+from recovery.parallel import batched, in_threads
 from recovery.rebuild import Rebuilder, chain_problem
 from storage_backends.base import NotFound, Refused, Store
 
@@ -151,7 +151,7 @@ def check_chains(store: Store, todo: Sequence[Chain], *, memory: int, threads: i
                 findings += _rebuild(rebuilder, chain, fetched.data)
         return findings
 
-    for findings in in_threads(_batches(todo, limit), check, threads=threads):
+    for findings in in_threads(batched(todo, lambda chain: chain.cost, limit), check, threads=threads):
         yield from findings
 
 
@@ -203,16 +203,3 @@ def _finding(place: Place, steps: set[int], text: str) -> Finding:
     listed = ", ".join(map(str, sorted(steps)))
     told = f"{place} (steps {listed}): {text}"
     return Finding("error", place.key, place.step, place.rank, place.leaf, told, tuple(sorted(steps)))
-
-
-def _batches(todo: Sequence[Chain], limit: int) -> Iterator[list[Chain]]:
-    batch: list[Chain] = []
-    size = 0
-    for chain in todo:
-        if batch and size + chain.cost > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(chain)
-        size += chain.cost
-    if batch:
-        yield batch

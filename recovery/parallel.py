@@ -68,3 +68,17 @@ def in_threads(items: Iterable[T], do: Callable[[T], R], *, threads: int = THREA
         for worker in workers:
             if worker.ident is not None:
                 worker.join()
+
+
+def batched(items: Iterable[T], cost: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items that cost at most `limit` together; one item may exceed it."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + cost(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += cost(item)
+    if batch:
+        yield batch

@@ -18,7 +18,7 @@ from ckpt.format.shards import DTYPES
 from recovery.assemble import ChunkJob, Place, Wanted, plan_chunks
 from recovery.boxes import Bytes, carry_out, copies
 from recovery.fetch import REQUEST, Fault, Tally, fetch
-from recovery.parallel import THREADS, in_threads
+from recovery.parallel import THREADS, batched, in_threads
 from recovery.read import Missing
 from recovery.reading import Delivered, Reading
 from recovery.rebuild import Rebuilder, chain_problem
@@ -72,16 +72,7 @@ def cut_batches(jobs: Sequence[ChunkJob], *, limit: int, threads: int) -> Iterat
     thread has some."""
     total = sum(job.cost for job in jobs)
     limit = min(limit, max(total // (2 * threads), SMALLEST_BATCH))
-    batch: list[ChunkJob] = []
-    size = 0
-    for job in jobs:
-        if batch and size + job.cost > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(job)
-        size += job.cost
-    if batch:
-        yield batch
+    return batched(jobs, lambda job: job.cost, limit)
 
 
 class _Work:

@@ -173,7 +173,41 @@ class LaggingStore:
                 self._born.pop(key, None)
 
 
-class GateStore:
+class _Watched:
+    """Passes every call on, after a look at it (`_before`)."""
+
+    _inner: Store
+
+    def _before(self, verb: str, key: str) -> None:
+        raise NotImplementedError
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._before("put", key)
+        self._inner.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        self._before("get", key)
+        return self._inner.get(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        self._before("get_range", key)
+        return self._inner.get_range(key, start, stop)
+
+    def list(self, prefix: str) -> Sequence[Entry]:
+        self._before("list", prefix)
+        return self._inner.list(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._before("delete", key)
+        self._inner.delete(keys)
+
+
+class GateStore(_Watched):
     """Calls of `verbs` on keys that `where` accepts wait at a gate, before they touch the inner store.
 
     Attributes:
@@ -190,32 +224,7 @@ class GateStore:
         self.arrived = threading.Event()
         self.gate = threading.Event()
 
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    def put(self, key: str, data: Buffer) -> None:
-        self._pass("put", key)
-        self._inner.put(key, data)
-
-    def get(self, key: str) -> bytes:
-        self._pass("get", key)
-        return self._inner.get(key)
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._pass("get_range", key)
-        return self._inner.get_range(key, start, stop)
-
-    def list(self, prefix: str) -> Sequence[Entry]:
-        self._pass("list", prefix)
-        return self._inner.list(prefix)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._pass("delete", key)
-        self._inner.delete(keys)
-
-    def _pass(self, verb: str, key: str) -> None:
+    def _before(self, verb: str, key: str) -> None:
         if verb in self._verbs and self._where(key) and not self.gate.is_set():
             self.arrived.set()
             # A test that forgets to open the gate fails with this message rather than with a stack dump.
@@ -267,7 +276,7 @@ class SizedStore:
         self._inner.delete(keys)
 
 
-class SwitchStore:
+class SwitchStore(_Watched):
     """Calls of one verb on keys with one prefix fail from `fail()` until `heal()`; counts every call."""
 
     def __init__(self, inner: Store) -> None:
@@ -275,38 +284,13 @@ class SwitchStore:
         self._fault: tuple[type[Unavailable] | type[Refused], str, str] | None = None
         self.calls: list[tuple[str, str]] = []
 
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
     def fail(self, error: type[Unavailable] | type[Refused], *, verb: str, key: str = "") -> None:
         self._fault = (error, verb, key)
 
     def heal(self) -> None:
         self._fault = None
 
-    def _look(self, verb: str, key: str) -> None:
+    def _before(self, verb: str, key: str) -> None:
         self.calls.append((verb, key))
         if self._fault is not None and verb == self._fault[1] and key.startswith(self._fault[2]):
             raise self._fault[0](f"{self.url}: {verb} of {key} failed on purpose", store=self.url, key=key)
-
-    def put(self, key: str, data: Buffer) -> None:
-        self._look("put", key)
-        self._inner.put(key, data)
-
-    def get(self, key: str) -> bytes:
-        self._look("get", key)
-        return self._inner.get(key)
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._look("get_range", key)
-        return self._inner.get_range(key, start, stop)
-
-    def list(self, prefix: str) -> Sequence[Entry]:
-        self._look("list", prefix)
-        return self._inner.list(prefix)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._look("delete", key)
-        self._inner.delete(keys)
