@@ -1,7 +1,6 @@
 """The front door: one object that a training loop talks to (torch).
 
-It calls capture and hands over to the writer. All collectives of a save happen here, on the caller's thread: one vote
-opens every save, and what it decides (a gather, a new run, a skip) all ranks do together.
+It makes the rooms that a save and a restore go through, and ends them in order.
 """
 
 from __future__ import annotations
@@ -16,25 +15,22 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import exits
-from ckpt.ballot import Ballot, Call, Tally
+from ckpt.ballot import Ballot, Call
 from ckpt.data import Position
-from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
-from ckpt.format import values
-from ckpt.format.names import SnapshotId
+from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.clock import SystemClock, countdown
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
-from ckpt.leaves import Flat, Flattener
-from ckpt.metrics import plain_metrics
+from ckpt.leaves import Flattener
 from ckpt.mirror.mirror import open_mirror
 from ckpt.options import Options, one_of, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
-from ckpt.random_states import random_states, set_random_states
+from ckpt.random_states import set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.resuming import reference_after
-from ckpt.saving.job import Failed, Report
+from ckpt.saves import Saves
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
@@ -103,8 +99,6 @@ class Checkpointer:
         self._store = url if isinstance(url, Store) else open_store(os.fspath(url))
         self._state: MutableMapping[str, object] = dict(state)
         self._every = every
-        self._when_busy = when_busy
-        self._fresh = fresh
         self._clock = SystemClock()
         self._ranks = open_ranks(None if opt.group_timeout is None else seconds(opt.group_timeout))
         ranks = self._ranks
@@ -130,6 +124,20 @@ class Checkpointer:
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
+        self._saves = Saves(
+            ranks=ranks,
+            clock=self._clock,
+            tenure=self._tenure,
+            flattener=self._flattener,
+            taking=self._taking,
+            position=self._position,
+            writer=self._writer,
+            voting=self._voting,
+            stopper=self._stopper,
+            outcomes=self._outcomes,
+            when_busy=when_busy,
+            fresh=fresh,
+        )
         self._start = 0
         self._closed = False
         self._ending = True
@@ -223,7 +231,7 @@ class Checkpointer:
         self._voting.read()
         ticket = None
         if due or self._voting.stop != before:
-            ticket = self._save(step, metrics)
+            ticket = self._saves.save(step, metrics)
         self._voting.begin(step)
         self._outcomes.count(seconds=time.perf_counter() - began)
         return ticket
@@ -247,108 +255,9 @@ class Checkpointer:
         began = time.perf_counter()
         self._voting.read()
         try:
-            return self._save(step, metrics)
+            return self._saves.save(step, metrics)
         finally:
             self._outcomes.count(seconds=time.perf_counter() - began)
-
-    def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
-        prepared: tuple[Flat, dict[str, bytes], dict[str, Any] | None] | None = None
-        refusal: Exception | None = None
-        try:
-            prepared = self._prepare(step, metrics)
-        except Exception as error:
-            refusal = error
-        tally = self._vote(step, prepared[0] if prepared else None)
-        if refusal is not None:
-            raise refusal
-        tally.check(step)
-        assert prepared is not None
-        last = self._outcomes.last
-        if tally.again and not tally.renew and last is not None:
-            return last
-        self._tell(tally.failed)
-        # The last save of a job that was asked to stop is not left out.
-        if tally.busy and self._when_busy == "skip" and not self._voting.stop:
-            return self._outcomes.skip(step)
-        self._writer.wait(None)
-        if self._ranks.world_size == 1:
-            # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
-            self._tell(self._outcomes.failed)
-        if tally.renew:
-            self._tenure.open(self._resumed_from(), fresh=self._fresh)
-        flat, encoded, numbers = prepared
-        return self._submit(step, flat, encoded, numbers, tally)
-
-    def _prepare(
-        self, step: int, metrics: Mapping[str, Any] | None
-    ) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
-            raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
-        flat = self._flattener.flatten()
-        plain = {**flat.values, "$random": random_states()}
-        if (position := self._position.record()) is not None:
-            plain["$data"] = position
-        try:
-            encoded = {name: values.encode(value, name) for name, value in plain.items()}
-        except values.UnsupportedValue as error:
-            raise UnsupportedState(str(error), leaf=error.path) from None
-        return flat, encoded, plain_metrics(metrics) if self._ranks.rank == 0 else None
-
-    def _vote(self, step: int, flat: Flat | None) -> Tally:
-        if flat is None:
-            return self._voting.open(Ballot(Call.SAVE, refused=True, stop=self._stopper.asked))
-        last, failed = self._outcomes.last, self._outcomes.failed
-        ballot = Ballot(
-            Call.SAVE,
-            step,
-            layout_changed=self._taking.sharing.changed(flat),
-            buffers=self._taking.sharing.buffers(flat),
-            failed=None if failed is None else failed[0],
-            stop=self._stopper.asked,
-            busy=self._writer.busy,
-            renew=self._renewal(step),
-            again=last is not None and last.step == step and last.error is None,
-        )
-        return self._voting.open(ballot)
-
-    def _renewal(self, step: int) -> bool:
-        """Whether `step` cannot be a step of the open run: there is none, or it is not above the last one."""
-        if self._tenure.run is None:
-            return True
-        last = self._outcomes.last
-        if last is None or step > last.step:
-            return False
-        return step < last.step or last.error is not None
-
-    def _resumed_from(self) -> SnapshotId | None:
-        """What a run opened between two saves goes on from: the newest snapshot this rank saw committed."""
-        reference = self._writer.reference
-        return None if reference is None else reference.id
-
-    def _submit(
-        self, step: int, flat: Flat, encoded: dict[str, bytes], metrics: dict[str, Any] | None, tally: Tally
-    ) -> Ticket:
-        run = self._tenure.run
-        assert run is not None
-        if tally.layout_changed or tally.buffers_differ:
-            self._taking.agree(flat)
-        ticket = self._outcomes.open(step)
-        id_, time_ = SnapshotId(run, step), self._clock.wall() if self._ranks.rank == 0 else None
-        try:
-            taken = self._taking.take(flat, self._writer.reference, id_=id_)
-        except SaveFailed as error:
-            # The others are past the vote and go on: this rank's failure is told at the next one.
-            self._outcomes.settle(ticket, Failed(error, Report()))
-            return ticket
-        job = taken.job(id_, self._ranks, encoded, metrics, time_)
-        self._writer.submit(job, lambda outcome: self._outcomes.settle(ticket, outcome))
-        return ticket
-
-    def _tell(self, failed: tuple[int, int] | None) -> None:
-        """Tell the caller of an earlier failure, on all ranks alike; stop waiting for a commit that cannot come."""
-        if failed is not None:
-            self._writer.abandon(failed[0])
-            self._outcomes.tell(failed)
 
     def _after_commit(self) -> None:
         if self._sweeper is not None:

@@ -45,7 +45,7 @@ def lives(kind: str, url: str, nodes: list[str], notes: str, seed: int) -> None:
     with group() as rank:
         training = BUILD[kind](seed)
         saver = saver_of(url, training.state, nodes[rank])
-        saver._fresh = True
+        saver._saves.fresh = True
         train_and_save(saver, training, range(STEPS))
         note_local(training.state, notes, STEPS)
         wait_for_the_end()

@@ -1,0 +1,147 @@
+"""The path of a save on the caller's thread: prepare, vote, capture, hand over to the writer (torch).
+
+All collectives of a save happen here: one vote opens every save, and what it decides (a gather, a new run, a skip) all
+ranks do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckpt.ballot import Ballot, Call, Tally
+from ckpt.data import Position
+from ckpt.errors import SaveFailed, UnsupportedState
+from ckpt.format import values
+from ckpt.format.names import SnapshotId
+from ckpt.history.clock import Clock
+from ckpt.leaves import Flat, Flattener
+from ckpt.metrics import plain_metrics
+from ckpt.outcomes import Outcomes
+from ckpt.random_states import random_states
+from ckpt.ranks import Ranks
+from ckpt.saving.job import Failed, Report
+from ckpt.saving.taking import Taking
+from ckpt.saving.writer import Writer
+from ckpt.stopping import Stopping
+from ckpt.tenure import Tenure
+from ckpt.ticket import Ticket
+from ckpt.voting import Voting
+
+
+@dataclass(slots=True)
+class Saves:
+    """What the saves of one rank go through. `fresh`: the first may start a new line on a store with a history."""
+
+    ranks: Ranks
+    clock: Clock
+    tenure: Tenure
+    flattener: Flattener
+    taking: Taking
+    position: Position
+    writer: Writer
+    voting: Voting
+    stopper: Stopping
+    outcomes: Outcomes
+    when_busy: Literal["wait", "skip"]
+    fresh: bool
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
+        prepared: tuple[Flat, dict[str, bytes], dict[str, Any] | None] | None = None
+        refusal: Exception | None = None
+        try:
+            prepared = self._prepare(step, metrics)
+        except Exception as error:
+            refusal = error
+        tally = self._vote(step, prepared[0] if prepared else None)
+        if refusal is not None:
+            raise refusal
+        tally.check(step)
+        assert prepared is not None
+        last = self.outcomes.last
+        if tally.again and not tally.renew and last is not None:
+            return last
+        self._tell(tally.failed)
+        # The last save of a job that was asked to stop is not left out.
+        if tally.busy and self.when_busy == "skip" and not self.voting.stop:
+            return self.outcomes.skip(step)
+        self.writer.wait(None)
+        if self.ranks.world_size == 1:
+            # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
+            self._tell(self.outcomes.failed)
+        if tally.renew:
+            self.tenure.open(self._resumed_from(), fresh=self.fresh)
+        flat, encoded, numbers = prepared
+        return self._submit(step, flat, encoded, numbers, tally)
+
+    def _prepare(
+        self, step: int, metrics: Mapping[str, Any] | None
+    ) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
+        flat = self.flattener.flatten()
+        plain = {**flat.values, "$random": random_states()}
+        if (position := self.position.record()) is not None:
+            plain["$data"] = position
+        try:
+            encoded = {name: values.encode(value, name) for name, value in plain.items()}
+        except values.UnsupportedValue as error:
+            raise UnsupportedState(str(error), leaf=error.path) from None
+        return flat, encoded, plain_metrics(metrics) if self.ranks.rank == 0 else None
+
+    def _vote(self, step: int, flat: Flat | None) -> Tally:
+        if flat is None:
+            return self.voting.open(Ballot(Call.SAVE, refused=True, stop=self.stopper.asked))
+        last, failed = self.outcomes.last, self.outcomes.failed
+        ballot = Ballot(
+            Call.SAVE,
+            step,
+            layout_changed=self.taking.sharing.changed(flat),
+            buffers=self.taking.sharing.buffers(flat),
+            failed=None if failed is None else failed[0],
+            stop=self.stopper.asked,
+            busy=self.writer.busy,
+            renew=self._renewal(step),
+            again=last is not None and last.step == step and last.error is None,
+        )
+        return self.voting.open(ballot)
+
+    def _renewal(self, step: int) -> bool:
+        """Whether `step` cannot be a step of the open run: there is none, or it is not above the last one."""
+        if self.tenure.run is None:
+            return True
+        last = self.outcomes.last
+        if last is None or step > last.step:
+            return False
+        return step < last.step or last.error is not None
+
+    def _resumed_from(self) -> SnapshotId | None:
+        """What a run opened between two saves goes on from: the newest snapshot this rank saw committed."""
+        reference = self.writer.reference
+        return None if reference is None else reference.id
+
+    def _submit(
+        self, step: int, flat: Flat, encoded: dict[str, bytes], metrics: dict[str, Any] | None, tally: Tally
+    ) -> Ticket:
+        run = self.tenure.run
+        assert run is not None
+        if tally.layout_changed or tally.buffers_differ:
+            self.taking.agree(flat)
+        ticket = self.outcomes.open(step)
+        id_, time_ = SnapshotId(run, step), self.clock.wall() if self.ranks.rank == 0 else None
+        try:
+            taken = self.taking.take(flat, self.writer.reference, id_=id_)
+        except SaveFailed as error:
+            # The others are past the vote and go on: this rank's failure is told at the next one.
+            self.outcomes.settle(ticket, Failed(error, Report()))
+            return ticket
+        job = taken.job(id_, self.ranks, encoded, metrics, time_)
+        self.writer.submit(job, lambda outcome: self.outcomes.settle(ticket, outcome))
+        return ticket
+
+    def _tell(self, failed: tuple[int, int] | None) -> None:
+        """Tell the caller of an earlier failure, on all ranks alike; stop waiting for a commit that cannot come."""
+        if failed is not None:
+            self.writer.abandon(failed[0])
+            self.outcomes.tell(failed)
