@@ -6,6 +6,7 @@ ranks do together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,7 @@ class Saves:
     fresh: bool
 
     def save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
+        asked = time.perf_counter()
         prepared: tuple[Flat, dict[str, bytes], dict[str, Any] | None] | None = None
         refusal: Exception | None = None
         try:
@@ -73,7 +75,7 @@ class Saves:
         if tally.renew:
             self.tenure.open(self._resumed_from(), fresh=self.fresh)
         flat, encoded, numbers = prepared
-        return self._submit(step, flat, encoded, numbers, tally)
+        return self._submit(step, flat, encoded, numbers, tally, asked)
 
     def _prepare(
         self, step: int, metrics: Mapping[str, Any] | None
@@ -122,7 +124,13 @@ class Saves:
         return None if reference is None else reference.id
 
     def _submit(
-        self, step: int, flat: Flat, encoded: dict[str, bytes], metrics: dict[str, Any] | None, tally: Tally
+        self,
+        step: int,
+        flat: Flat,
+        encoded: dict[str, bytes],
+        metrics: dict[str, Any] | None,
+        tally: Tally,
+        asked: float,
     ) -> Ticket:
         run = self.tenure.run
         assert run is not None
@@ -136,7 +144,7 @@ class Saves:
             # The others are past the vote and go on: this rank's failure is told at the next one.
             self.outcomes.settle(ticket, Failed(error, Report()))
             return ticket
-        job = taken.job(id_, self.ranks, encoded, metrics, time_)
+        job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
         self.writer.submit(job, lambda outcome: self.outcomes.settle(ticket, outcome))
         return ticket
 

@@ -35,6 +35,7 @@ from ckpt.format.parts import (
     BundleRow,
     Chunk,
     ChunkRow,
+    Durable,
     Part,
     PartHead,
     PartRef,
@@ -53,6 +54,7 @@ __all__ = [
     "Chunk",
     "ChunkRow",
     "Document",
+    "Durable",
     "Hex64",
     "Hex128",
     "Natural",
@@ -90,8 +92,9 @@ class Totals(Struct, frozen=True):
     by_kind: dict[str, Natural]
 
 
-class Snapshot(Struct, frozen=True):
-    """The commit. Computed from the parts alone, so whoever writes it writes the same bytes."""
+class Snapshot(Struct, frozen=True, omit_defaults=True):
+    """The commit. Computed from the parts alone, so whoever writes it writes the same bytes. From `metrics` on: what
+    rank 0's part says."""
 
     format: Natural
     run: RunText
@@ -104,6 +107,8 @@ class Snapshot(Struct, frozen=True):
     totals: Totals
     metrics: dict[str, Any] | None
     time: float | None
+    blocked: float | None = None
+    durable: Durable | None = None
 
     @property
     def id(self) -> SnapshotId:

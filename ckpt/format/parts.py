@@ -8,7 +8,7 @@ itself. Data read from a store is checked here once: types and signs by msgspec,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import zstandard
@@ -114,11 +114,17 @@ class ShardRow(Struct, frozen=True, omit_defaults=True, gc=False):
         return self.as_box.numel * DTYPES[self.dtype].size
 
 
+Durable: TypeAlias = tuple[Natural, float]
+"""How long an earlier save of the run took from its call to the commit that rank 0 saw: (its step, seconds). A save
+cannot tell this of itself, as its own documents are written before; the next one does. What it does tell of itself is
+how long it `blocked` the training thread, in seconds. Both are None but on rank 0, and where nobody measured."""
+
+
 class Part(Struct, frozen=True):
     """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
     ``"<leaf> <box>"`` → checksum. `stored`: bytes of blobs this save put on the store, by codec kind number. `metrics`
     and `time` (POSIX seconds) are null but on rank 0. `others`: the ranks whose
-    parts hold something that this rank held too (replicas are stored once).
+    parts hold something that this rank held too (replicas are stored once). `blocked` and `durable`: see `Durable`.
     """
 
     format: Natural
@@ -140,6 +146,8 @@ class Part(Struct, frozen=True):
     aliases: dict[str, str]
     replicas: dict[str, str]
     others: tuple[Natural, ...] = ()
+    blocked: float | None = None
+    durable: Durable | None = None
 
     @property
     def id(self) -> SnapshotId:
@@ -186,6 +194,8 @@ class PartHead(Struct, frozen=True):
     values: Mapping[str, bytes]
     revision: int = 0
     others: tuple[int, ...] = ()
+    blocked: float | None = None
+    durable: Durable | None = None
 
 
 def write_part(
@@ -236,6 +246,7 @@ def write_part(
         "values": {name: Raw(text) for name, text in head.values.items()},
         "world_size": head.world_size,
     }
+    fixed |= {name: told for name in ("blocked", "durable") if (told := getattr(head, name)) is not None}
     out.append(encode(fixed)[:-1] + b',"bundles":[')
     breathe()
     for i, bundle in enumerate(layout.bundles):

@@ -58,6 +58,8 @@ def build_snapshot(parts: Sequence[tuple[PartRef, Part]], breathe: Breathe = _ho
         totals=Totals(sum(by_kind.values()), size, dict(sorted(by_kind.items()))),
         metrics=first.metrics,
         time=first.time,
+        blocked=first.blocked,
+        durable=first.durable,
     )
 
 

@@ -23,7 +23,8 @@ class SaveJob:
 
     `others`: ranks that store something of what this one holds. `values`: top-level state name → tagged JSON
     (values.encode). `replicas`: ``"<leaf> <box>"`` → checksum, empty but at a check. `metrics` and `time` (POSIX
-    seconds) are None but on rank 0.
+    seconds) are None but on rank 0. `asked`: ``time.perf_counter()`` when `save()` was called, and `blocked`: seconds
+    for which it then kept the training thread; None where nobody measured.
     """
 
     id: SnapshotId
@@ -38,6 +39,8 @@ class SaveJob:
     metrics: dict[str, Any] | None
     time: float | None
     others: tuple[int, ...] = ()
+    asked: float | None = None
+    blocked: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from ckpt.errors import SaveFailed
@@ -38,6 +39,7 @@ class Taken:
         values: dict[str, bytes],
         metrics: dict[str, Any] | None,
         time: float | None,
+        asked: float,
     ) -> SaveJob:
         """What the writer stores as step `id_`; see `SaveJob`."""
         return SaveJob(
@@ -53,6 +55,8 @@ class Taken:
             metrics=metrics,
             time=time,
             others=self.others,
+            asked=asked,
+            blocked=perf_counter() - asked,
         )
 
 

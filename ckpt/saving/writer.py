@@ -92,6 +92,7 @@ class Writer:
         # Touched by whoever is the only one at work: the writer's thread while busy, else the caller.
         self._held: Held | None = None
         self._unseen: _Unseen | None = None
+        self._durable: tuple[SnapshotId, float] | None = None
 
     # --- the caller's side ----------------------------------------------------------------------------------------
 
@@ -276,6 +277,7 @@ class Writer:
             breathe=breathe,
         )
         tally.spend("commit", time.perf_counter() - mark)
+        self._durable = None if job.asked is None else (job.id, time.perf_counter() - job.asked)
         self._unseen = None
         self._advance(held, breathe)
         tally.spend("total", time.perf_counter() - started)
@@ -290,7 +292,7 @@ class Writer:
             breathe()
 
     def _head(self, job: SaveJob, tally: Tally) -> PartHead:
-        reference = self.reference
+        reference, before, first = self.reference, self._durable, job.rank == 0
         return PartHead(
             run=job.id.run,
             step=job.id.step,
@@ -305,6 +307,8 @@ class Writer:
             replicas=job.replicas,
             values=job.values,
             others=job.others,
+            blocked=job.blocked if first else None,
+            durable=(before[0].step, before[1]) if first and before and before[0].run == job.id.run else None,
         )
 
     def _look_again(self) -> None:

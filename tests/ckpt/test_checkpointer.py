@@ -14,6 +14,7 @@ import torch
 import ckpt
 from ckpt import tenure
 from ckpt.errors import HistoryExists, LayoutMismatch, NoSnapshot, SaveFailed, StoreInUse, UnsupportedState
+from ckpt.history.catalog import read_history
 from storage_backends.memory import MemoryStore
 from tests.support.faulty import GateStore, SwitchStore
 from tests.support.training import Training
@@ -148,6 +149,17 @@ def test_a_failed_save_is_known_no_later_than_the_next_one() -> None:
     with ckpt.Checkpointer(store, again.state) as other:
         assert other.restore() == 4
     assert again.bytes() == training.bytes()
+
+
+def test_a_snapshot_tells_what_its_save_cost_the_training() -> None:
+    store, training = MemoryStore(), Training()
+    with ckpt.Checkpointer(store, training.state) as saver:
+        for step in (1, 2):
+            training.train(step)
+            saver.save(step).wait()
+    first, second = read_history(store).snapshots.values()
+    assert first.blocked and second.blocked and first.durable is None
+    assert second.durable is not None and second.durable[0] == 1 and second.durable[1] > first.blocked
 
 
 def test_on_error_raise_raises_at_the_next_save_and_the_one_after_works() -> None:

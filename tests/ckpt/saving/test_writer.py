@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 
 from ckpt.errors import SaveFailed, StoreInUse
 from ckpt.format.codec import Codec
-from ckpt.format.manifest import RunDoc, seal
+from ckpt.format.manifest import RunDoc, Snapshot, seal
 from ckpt.format.names import RunId, run_key
 from ckpt.history import commit
 from ckpt.history.clock import SystemClock
@@ -141,6 +142,28 @@ def test_values_metrics_and_aliases_are_in_the_part() -> None:
     assert (part.metrics, part.aliases, part.time, bytes(part.values["epoch"])) == (
         {"loss": 0.5}, {"tied": "norm"}, 12.5, b"3"
     )  # fmt: skip
+
+
+def test_a_save_tells_how_long_it_blocked_and_how_long_the_one_before_took() -> None:
+    """How long it takes itself until it is durable it cannot tell: its documents are written before that."""
+    saver = Saver(MemoryStore())
+
+    def told(step: int, run: RunId = RUN, **measured: float) -> Snapshot:
+        outcome = saver.start(replace(job_of(states(1)[0], step, run=run), **measured))()
+        assert isinstance(outcome, Saved)
+        part = part_of(saver.store, outcome.snapshot)
+        assert (part.blocked, part.durable) == (outcome.snapshot.blocked, outcome.snapshot.durable)
+        return outcome.snapshot
+
+    first = told(1, asked=time.perf_counter() - 100.0, blocked=0.25)
+    second = told(2)
+    third = told(3, asked=time.perf_counter(), blocked=0.75)
+    other = told(4, RunId(9, "0ddba11e"), asked=1.0, blocked=1.0)
+    assert [snapshot.blocked for snapshot in (first, second, third)] == [0.25, None, 0.75]
+    assert first.durable is None and second.durable is not None
+    assert second.durable[0] == 1 and 100 < second.durable[1] < 160
+    assert third.durable is None, "nobody measured the second"
+    assert other.durable is None, "the third is not of its run"
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
