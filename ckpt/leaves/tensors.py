@@ -249,3 +249,15 @@ def array_tensor(path: str, array: Array) -> torch.Tensor:
     if not array.flags.writeable or any(s < 0 or s % array.itemsize for s in array.strides):
         array = np.array(array, order="C")  # a view would raise, or warn about memory that must not be written
     return torch.from_numpy(array)
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the element's width (two int64 per complex128): shape and strides are kept, but
+    for a contiguous tensor, which comes flat."""
+    if tensor.dtype.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_CARRIERS[tensor.dtype.itemsize])
+    return bits.view(-1) if bits.is_contiguous() else bits

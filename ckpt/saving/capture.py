@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ckpt.errors import LayoutMismatch, UnsupportedState
 from ckpt.format.layout import Layout, Region
 from ckpt.format.shards import DTYPES, Shard
+from ckpt.leaves.tensors import as_bits
 
 if TYPE_CHECKING:
     from ckpt.leaves import Flat, LiveShard
@@ -35,17 +36,6 @@ RUN = 32_767
 
 DEVICE_RUN = 8 << 20
 """Elements per gather on a device, where each gather takes that much scratch."""
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the element's width (two int64 per complex128): shape and strides are kept, but
-    for a contiguous tensor, which comes flat."""
-    if tensor.dtype.itemsize == 16:
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.view(_CARRIERS[tensor.dtype.itemsize])
-    return bits.view(-1) if bits.is_contiguous() else bits
 
 
 @dataclass(frozen=True, slots=True)

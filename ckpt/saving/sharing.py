@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
+from ckpt.checksums import buffers_hash, checksums
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.nodes import node_extras
 from ckpt.format.ownership import Ownership, decode_table, encode_table, share_out
@@ -18,7 +19,6 @@ from ckpt.format.relayout import cut_along
 from ckpt.format.shards import Box, Leaf, Shard
 from ckpt.leaves import Flat, LiveShard
 from ckpt.ranks import Ranks
-from ckpt.saving.checksums import buffers_hash, checksums
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):

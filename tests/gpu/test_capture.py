@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ckpt.checksums import BLOCK, SMALL, checksum, checksums
 from ckpt.format.layout import lay_out
 from ckpt.format.shards import DTYPES
 from ckpt.mirror.slots import Slots
 from ckpt.saving.capture import Capturer
-from ckpt.saving.checksums import BLOCK, SMALL, checksum, checksums
 from tests.ckpt.saving.test_capture import flat_of_tensors, random_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,8 +13,9 @@ from ckpt.errors import LayoutMismatch, UnsupportedState
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, whole
 from ckpt.leaves import Flat, Flattener, LiveShard
+from ckpt.leaves.tensors import as_bits
 from ckpt.saving import capture
-from ckpt.saving.capture import SMALL, Capturer, as_bits
+from ckpt.saving.capture import SMALL, Capturer
 
 Bytes = np.ndarray
 

@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from ckpt.format.shards import whole
-from ckpt.saving.capture import as_bits
+from ckpt.leaves.tensors import as_bits
 
 if TYPE_CHECKING:
     from ckpt.leaves import Flat

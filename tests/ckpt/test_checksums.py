@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt.checksums import BATCH, BLOCK, SMALL, buffers_hash, checksum, checksums
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, whole
 from ckpt.leaves import Flat, LiveShard
-from ckpt.saving.checksums import BATCH, BLOCK, SMALL, buffers_hash, checksum, checksums
 
 Q = 0x9E3779B97F4A7C13
 
