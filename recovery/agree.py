@@ -65,9 +65,10 @@ class Done(Generic[T]):
 @dataclass(frozen=True, slots=True)
 class Skip:
     """On some rank the snapshot is damaged, or was pruned: all ranks take another one. `error` is the lowest such
-    rank's."""
+    rank's; `pruned`: it was not damaged on any."""
 
     error: Exception
+    pruned: bool
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -103,5 +104,5 @@ def together(peers: Peers, stage: Callable[[], T], *, wishes: Callable[[T], bool
         assert told is not None
         if how == "failed":
             raise told
-        return Skip(told)
+        return Skip(told, how == "pruned")
     return Done(value, any(w.wish for w in words))  # type: ignore[arg-type]

@@ -65,6 +65,16 @@ class Attempt:
     meter: Meter
     memory: int
     threads: int
+    key: str = ""
+
+    def follow(self) -> Documents | Skip:
+        """`run`; once more whenever what was pruned under a reader had been replaced by another revision."""
+        while True:
+            before = self.key
+            found = self.run()
+            # All ranks know which object was opened, so all decide alike.
+            if not isinstance(found, Skip) or not found.pruned or self.key == before:
+                return found
 
     def run(self) -> Documents | Skip:
         with self.meter.stage("documents"):
@@ -87,6 +97,7 @@ class Attempt:
         # One read, and one revision for everybody: a compaction may be publishing another one right now.
         key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
         opened = check_snapshot(document, key.decode())
+        self.key = opened.key
         own = together(self.peers, lambda: self._own(opened), wishes=lambda documents: documents.plan is None)
         if isinstance(own, Skip):
             return own

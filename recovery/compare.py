@@ -13,20 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import msgspec
 import numpy as np
 
-from ckpt.errors import DamagedError
 from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cuts, whole
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.compare_values import ValueChange, value_changes
+from recovery.followed import Followed
 from recovery.numbers import differences, differing, values
 from recovery.parallel import THREADS
-from recovery.read import open_snapshot, read_parts, verdict
-from recovery.shards import MEMORY, read_shards
+from recovery.shards import MEMORY
 from storage_backends.base import Store
 
 WINDOW = 16 * 1024 * 1024
@@ -136,14 +134,7 @@ def compare(
         Pruned, DamagedError: one of them is not there, or not whole.
         StorageError: the store does not answer.
     """
-    sides = []
-    for id_ in (a, b):
-        opened = open_snapshot(store, id_)
-        try:
-            sides.append((opened, _Side(read_parts(store, opened.snapshot, threads=threads), names)))
-        except DamagedError as error:
-            raise verdict(store, opened, error) from error
-    (opened_a, old), (opened_b, new) = sides
+    old, new = (_Side(Followed(store, id_, threads=threads), names) for id_ in (a, b))
     tallies: dict[Place, _Tally] = {}
     wanted: list[tuple[Place, Box]] = []
     for place in old.rows.keys() & new.rows.keys():
@@ -151,14 +142,7 @@ def compare(
             tallies[place] = _Tally(new.forms[place].dtype)
             wanted.extend((place, box) for box in _unequal(old, new, place))
     for window in _windows(sorted(wanted, key=lambda w: _order(w[0])), new.forms):
-        read: list[dict[tuple[Place, Box], Bytes]] = []
-        for opened, side in ((opened_a, old), (opened_b, new)):
-            try:
-                found = read_shards(store, side.only({place for place, _ in window}), [side.want(*w) for w in window],
-                                    memory=memory, threads=threads)  # fmt: skip
-                read.append({((w.shard.leaf.path, w.rank), w.shard.box): data for w, data in found})
-            except DamagedError as error:
-                raise verdict(store, opened, error) from error
+        read = [side.read(window, memory) for side in (old, new)]
         for at in window:
             tallies[at[0]].add(read[0].pop(at), read[1].pop(at))
     leaves = []
@@ -191,12 +175,13 @@ def _change(place: Place, before: Form | None, after: Form | None, tally: _Tally
 class _Side:
     """The parts of one snapshot, and of them what is asked for."""
 
-    def __init__(self, parts: Mapping[int, Part], names: Sequence[str] | None) -> None:
-        self.parts = parts
+    def __init__(self, source: Followed, names: Sequence[str] | None) -> None:
+        self.source = source
+        self.parts: Mapping[int, Part] = source.parts
         self.names = names
         self.rows: dict[Place, list[tuple[int, ShardRow]]] = {}
         self.forms: dict[Place, Form] = {}
-        for rank, part in sorted(parts.items()):
+        for rank, part in sorted(self.parts.items()):
             for row in part.shards:
                 if self.matches(row.leaf):
                     place = (row.leaf, rank if row.per_rank else None)
@@ -211,13 +196,10 @@ class _Side:
         form = self.forms[place]
         return Wanted(Shard(Leaf(path, form.cls, form.dtype, form.shape), box, rank is not None), rank)
 
-    def only(self, places: Iterable[Place]) -> dict[int, Part]:
-        """The parts with the rows of these leaves alone, so that a window costs what is in it."""
-        rows: dict[int, list[ShardRow]] = {}
-        for place in places:
-            for rank, row in self.rows[place]:
-                rows.setdefault(rank, []).append(row)
-        return {rank: msgspec.structs.replace(self.parts[rank], shards=tuple(r)) for rank, r in rows.items()}
+    def read(self, window: Sequence[tuple[Place, Box]], memory: int) -> dict[tuple[Place, Box], Bytes]:
+        """The bytes of these boxes."""
+        found = self.source.read([self.want(*at) for at in window], memory=memory)
+        return {((w.shard.leaf.path, w.rank), w.shard.box): data for w, data in found}
 
     def contents(self, place: Place) -> Iterator[tuple[Box, object]]:
         """The boxes of a leaf, and for each what is equal only if the bytes are: a digest, or for a small leaf the

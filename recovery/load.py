@@ -28,7 +28,7 @@ from recovery.boxes import Bytes
 from recovery.choose import Skipped, choose, exhausted
 from recovery.parallel import THREADS
 from recovery.place import Seat, stored_value
-from recovery.read import OpenSnapshot, Pruned, open_snapshot, read_parts, verdict
+from recovery.read import OpenSnapshot, Pruned, following, read_parts
 from recovery.report import Restored
 from recovery.restore import restore_seat
 from recovery.shards import MEMORY, read_shards
@@ -101,25 +101,14 @@ def load_into(
 
 
 def _load_one(store: Store, id_: SnapshotId, patterns: tuple[str, ...] | None) -> dict[str, Any]:
-    opened = open_snapshot(store, id_)
-    while True:
-        try:
-            return _load_opened(store, opened, patterns)
-        except Pruned:
-            again = open_snapshot(store, id_)
-            if again.key == opened.key:
-                raise
-            opened = again  # what went was a revision that a compaction has replaced
+    return following(store, id_, lambda opened: _load_opened(store, opened, patterns))
 
 
 def _load_opened(store: Store, opened: OpenSnapshot, patterns: tuple[str, ...] | None) -> dict[str, Any]:
-    try:
-        parts = read_parts(store, opened.snapshot)
-        names = _names(parts)
-        wanted = list(_wanted(parts, names, patterns))
-        tensors = {w: _tensor(w.shard, data) for w, data in read_shards(store, parts, wanted)}
-    except DamagedError as error:
-        raise verdict(store, opened, error) from error
+    parts = read_parts(store, opened.snapshot)
+    names = _names(parts)
+    wanted = list(_wanted(parts, names, patterns))
+    tensors = {w: _tensor(w.shard, data) for w, data in read_shards(store, parts, wanted)}
     found = {**_named(tensors, names, patterns), **_values(parts, patterns)}
     if patterns and not found:
         paths = sorted({path for part in parts.values() for path in (*(row.leaf for row in part.shards), *part.values)})

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import DamagedError
 from ckpt.format.names import SnapshotId
 from ckpt.history import catalog
 from storage_backends import open_store
@@ -116,19 +115,14 @@ class History:
             NoSnapshot: it is not there.
             DamagedError: its parts cannot be read.
         """
-        from recovery.read import open_snapshot, read_parts, verdict
+        from recovery.followed import Followed
         from recovery.usage import whole_store
 
         seen = self.look(packs=True)
         id_ = seen.newest if step is None else catalog.find(seen, step)
         if id_ is None:
             return whole_store(seen, None, {})
-        opened = open_snapshot(self.store, id_)
-        try:
-            parts = read_parts(self.store, opened.snapshot)
-        except DamagedError as error:
-            raise verdict(self.store, opened, error) from error
-        return whole_store(seen, id_, parts)
+        return whole_store(seen, id_, Followed(self.store, id_).parts)
 
 
 def listed(history: catalog.History, id_: SnapshotId) -> Listed:

@@ -12,14 +12,13 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
 
-from ckpt.errors import DamagedError, NoSnapshot
+from ckpt.errors import NoSnapshot
 from ckpt.format.documents import damaged
 from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import PartName, SnapshotId
@@ -27,8 +26,7 @@ from ckpt.format.shards import DTYPES, Box, Leaf, Shard, grid, whole
 from ckpt.format.values import decode, encode, flat
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
-from recovery.read import OpenSnapshot, open_snapshot, read_parts, verdict
-from recovery.shards import read_shards
+from recovery.followed import Followed
 from storage_backends.base import Store
 
 WINDOW = 16 * 1024 * 1024
@@ -81,9 +79,7 @@ class Export:
         rest: what else an import of all of it needs, as JSON; None where only one tracked name goes out.
     """
 
-    store: Store
-    opened: OpenSnapshot
-    parts: Mapping[int, Part]
+    source: Followed
     tensors: tuple[Outgoing, ...]
     values: dict[str, Any]
     rest: str | None
@@ -92,27 +88,9 @@ class Export:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @cached_property
-    def _rows(self) -> dict[str, list[tuple[int, ShardRow]]]:
-        found: dict[str, list[tuple[int, ShardRow]]] = {}
-        for rank, part in self.parts.items():
-            for row in part.shards:
-                found.setdefault(row.leaf, []).append((rank, row))
-        return found
-
-    def read(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Bytes]]:
+    def read(self, wanted: Iterable[Wanted]) -> list[tuple[Wanted, Bytes]]:
         """Raises DamagedError, Pruned, StorageError."""
-        asked = list(wanted)
-        rows: dict[int, list[ShardRow]] = {}
-        for path in {want.shard.leaf.path for want in asked}:
-            for rank, row in self._rows[path]:
-                rows.setdefault(rank, []).append(row)
-        # With these rows alone, a window costs what is in it.
-        parts = {rank: msgspec.structs.replace(self.parts[rank], shards=tuple(some)) for rank, some in rows.items()}
-        try:
-            yield from read_shards(self.store, parts, asked, memory=MEMORY)
-        except DamagedError as error:
-            raise verdict(self.store, self.opened, error) from error
+        return self.source.read(list(wanted), memory=MEMORY)
 
     def stream(self, tensors: Iterable[Outgoing]) -> Iterator[tuple[Outgoing, Bytes]]:
         """The row-major bytes of these tensors, one after the other, in pieces of at most about `WINDOW` bytes."""
@@ -129,7 +107,7 @@ class Export:
 
     def pieces(self, tensor: Outgoing) -> Iterator[Wanted]:
         """A tensor as boxes that follow each other in its row-major bytes."""
-        leaf, chunk = tensor.leaf, min(part.chunk for part in self.parts.values())
+        leaf, chunk = tensor.leaf, min(part.chunk for part in self.source.parts.values())
         for box in _runs(leaf.shape, DTYPES[leaf.dtype].size, chunk):
             yield Wanted(Shard(leaf, box, tensor.want.shard.per_rank), tensor.want.rank)
 
@@ -151,16 +129,13 @@ def open_export(store: Store, id_: SnapshotId, name: str | None = None) -> Expor
         NoSnapshot: nothing of that name is there.
         Pruned, DamagedError, StorageError: it cannot be read.
     """
-    opened = open_snapshot(store, id_)
-    try:
-        parts = read_parts(store, opened.snapshot)
-    except DamagedError as error:
-        raise verdict(store, opened, error) from error
+    source = Followed(store, id_)
+    parts = source.parts
     tensors: list[Outgoing] = []
     aliases: dict[str, list[str]] = {}
     for alias, path in {a: p for part in parts.values() for a, p in part.aliases.items()}.items():
         aliases.setdefault(path, [path]).append(alias)
-    bare = Export(store, opened, parts, (), {}, None)
+    bare = Export(source, (), {}, None)
     for path, wants in sorted(_wants(parts).items()):
         names = [n for full in aliases.get(path, [path]) if (n := _stripped(full, name)) is not None]
         if names:
@@ -178,7 +153,7 @@ def open_export(store: Store, id_: SnapshotId, name: str | None = None) -> Expor
     if name is not None and not tensors and not values:
         tops = sorted({path.split(".")[0].split("[")[0] for path in _wants(parts)})
         raise NoSnapshot(f"{id_.short} on {store.url} has nothing under the name {name!r}; there is {', '.join(tops)}")
-    return Export(store, opened, parts, tuple(tensors), values, rest)
+    return Export(source, tuple(tensors), values, rest)
 
 
 def _wants(parts: Mapping[int, Part]) -> dict[str, list[Wanted]]:

@@ -1,19 +1,22 @@
 """The documents of one snapshot: which revision counts, its parts, and what it means when an object is not there.
 
-A reader holds no lock. When a part or a pack is not found, the snapshot is read again (PROTOCOL.md §5.4): gone, or
-replaced by a compacted revision, it was pruned under the reader; there, it is damaged.
+A reader holds no lock. When a part or a pack is not found, the snapshot is read again (PROTOCOL.md §5.4): gone, it was
+pruned under the reader, who goes on with the revision that replaced it, if there is one; there, it is damaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckpt.errors import CheckpointError, DamagedError
 from ckpt.format.manifest import Part, PartRef, Snapshot, read_part, unseal
 from ckpt.format.names import SNAPSHOTS, PartName, SnapshotId, SnapshotName
 from recovery.parallel import THREADS, in_threads
 from storage_backends.base import NotFound, Store
+
+T = TypeVar("T")
 
 
 class Missing(DamagedError):  # noqa: N818 - what happened, not an error a user sees
@@ -45,17 +48,21 @@ def open_snapshot(store: Store, wanted: SnapshotId) -> OpenSnapshot:
         DamagedError: there are some, and none can be read.
         FormatTooNew: a later version wrote it.
     """
-    listed = {name for entry in store.list(SNAPSHOTS) if (name := SnapshotName.parse(entry.key)) and name.id == wanted}
-    # The commit itself is asked for whether listed or not: a listing may lag behind.
-    names = sorted(listed | {SnapshotName(wanted)}, reverse=True)
     damage: DamagedError | None = None
-    for name in names:
-        try:
-            return check_snapshot(store.get(name.key), name.key)
-        except NotFound:
-            continue
-        except DamagedError as error:
-            damage = damage or error
+    tried: set[SnapshotName] = set()
+    went = True
+    while went:  # what was listed and has gone since may have been replaced: then the next listing says by what
+        listed = {n for e in store.list(SNAPSHOTS) if (n := SnapshotName.parse(e.key)) and n.id == wanted}
+        went = False
+        # The commit itself is asked for whether listed or not: a listing may lag behind.
+        for name in sorted((listed | {SnapshotName(wanted)}) - tried, reverse=True):
+            try:
+                return check_snapshot(store.get(name.key), name.key)
+            except NotFound:
+                went = went or name in listed
+            except DamagedError as error:
+                damage = damage or error
+            tried.add(name)
     if damage is not None:
         raise damage
     raise Pruned(f"snapshot {wanted.short} ({wanted}) is no longer on {store.url}: it was pruned; take another one")
@@ -172,3 +179,32 @@ def verdict(store: Store, opened: OpenSnapshot, error: DamagedError) -> DamagedE
             f"snapshot {opened.id.short} ({opened.id}) was pruned while it was being read ({error.key} is gone)"
         )
     return lost
+
+
+def successor(store: Store, opened: OpenSnapshot, error: DamagedError) -> OpenSnapshot:
+    """The revision to go on with after `error`: what went was replaced by it.
+
+    Raises:
+        DamagedError, Pruned: there is none; `error`, as `verdict` judges it.
+        StorageError: the store cannot say.
+    """
+    judged = verdict(store, opened, error)
+    if isinstance(judged, Pruned):
+        newer = open_snapshot(store, opened.id)
+        if newer.key != opened.key:
+            return newer
+    raise judged from error
+
+
+def following(store: Store, wanted: SnapshotId, read: Callable[[OpenSnapshot], T]) -> T:
+    """Open the snapshot and `read` it; from the start at the next revision, if one replaces it meanwhile.
+
+    Raises:
+        DamagedError, Pruned, StorageError: it cannot be read.
+    """
+    opened = open_snapshot(store, wanted)
+    while True:
+        try:
+            return read(opened)
+        except DamagedError as error:
+            opened = successor(store, opened, error)

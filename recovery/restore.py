@@ -94,7 +94,7 @@ def restore_seat(
             last = NoSnapshot(f"snapshot {id_.short}: {reason}")
         else:
             attempt = Attempt(store, peers, seat, state, id_, holdings, meter, memory, threads)
-            found = attempt.run()
+            found = attempt.follow()
             if not isinstance(found, Skip):
                 return _restored(found, seat, meter, tuple(skipped), holdings)
             last, reason = found.error, str(found.error)

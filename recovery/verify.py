@@ -11,7 +11,8 @@ it; packs and parts that nobody names too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import zstandard
@@ -51,7 +52,7 @@ from recovery.deep import chains, check_chains, pack_problem, pieces
 from recovery.fetch import fetch
 from recovery.findings import Finding, Trouble, of_error
 from recovery.parallel import THREADS, in_threads
-from recovery.read import Missing, OpenSnapshot, check_part, check_snapshot, read_part_bytes
+from recovery.read import Missing, OpenSnapshot, Pruned, check_part, check_snapshot, open_snapshot, read_part_bytes
 from recovery.shards import MEMORY
 from storage_backends.base import NotFound, Store
 
@@ -66,7 +67,8 @@ def verify(
 ) -> Iterator[Finding]:
     """Check the store, or one snapshot and what it needs; yields what is found as it is found. Writes nothing.
 
-    Beside a live job, what vanishes while it is being checked is taken for pruned if its snapshot vanished too.
+    Beside a live job, what vanishes while it is being checked is taken for pruned if its snapshot vanished too; where a
+    compacted revision has taken its place, that one is checked instead.
 
     Raises:
         StorageError: the store does not answer: nothing can be said.
@@ -208,8 +210,10 @@ class _Check:
                 parts.append((snapshot.parts[part.rank], part))
                 self._who_needs(part)
         if found and self._pruned(opened):
-            text = f"{opened.key}: pruned while it was being checked"
-            yield Finding("note", opened.key, opened.id.step, None, None, text)
+            self._forget(opened)
+            yield self._went(opened)
+            for newer in self._replaced([opened]):
+                yield from self._snapshot(newer)
             return
         if found:
             self.broken.add(opened.key)
@@ -266,11 +270,38 @@ class _Check:
                 self.trouble[blob.pack].dependents.add((part.id, part.rank, leaf))
 
     def _pruned(self, opened: OpenSnapshot) -> bool:
+        return not self._there(opened.key)
+
+    def _there(self, key: str) -> bool:
         try:
-            self.store.get(opened.key)
+            self.store.get(key)
         except NotFound:
-            return True
-        return False
+            return False
+        return True
+
+    def _forget(self, opened: OpenSnapshot) -> None:
+        """The packs that a snapshot which is gone named may be gone rightly."""
+        for key, _ in opened.snapshot.packs:
+            if (trouble := self.trouble.get(key)) is not None:
+                trouble.named_by.discard(opened.id)
+                if trouble.missing and not trouble.named_by:
+                    del self.trouble[key]
+
+    @staticmethod
+    def _went(opened: OpenSnapshot) -> Finding:
+        text = f"{opened.key}: pruned while it was being checked"
+        return Finding("note", opened.key, opened.id.step, None, None, text)
+
+    def _replaced(self, gone: Iterable[OpenSnapshot]) -> list[OpenSnapshot]:
+        """The revisions, not looked at yet, that have taken the place of these."""
+        found: list[OpenSnapshot] = []
+        for opened in gone:
+            with contextlib.suppress(Pruned, DamagedError):  # gone for good; damaged: the next look will say so
+                newer = open_snapshot(self.store, opened.id)
+                if newer.key not in self.opened:
+                    self.opened[newer.key] = newer
+                    found.append(newer)
+        return found
 
     # --- what nobody names ---
 
@@ -313,9 +344,21 @@ class _Check:
     def chunks(self) -> Iterator[Finding]:
         """Every chunk of every snapshot whose documents are whole, rebuilt."""
         whole = [opened for opened in self.opened.values() if opened.key not in self.broken]
-        for rank in range(max((opened.snapshot.world_size for opened in whole), default=0)):
-            todo = chains(self._parts_of(whole, rank), frozenset(self.bad_blobs))
-            yield from check_chains(self.store, todo, memory=self.memory, threads=self.threads)
+        while whole:
+            gone: dict[str, OpenSnapshot] = {}
+            for rank in range(max(opened.snapshot.world_size for opened in whole)):
+                todo = chains(self._parts_of(whole, rank), frozenset(self.bad_blobs))
+                for finding in check_chains(self.store, todo, memory=self.memory, threads=self.threads):
+                    # A prune takes snapshots before their packs: what nobody names any more may be gone rightly.
+                    needing = [opened for opened in whole if opened.id.step in finding.steps]
+                    pruned = [opened for opened in needing if self._pruned(opened)]
+                    gone.update((opened.key, opened) for opened in pruned)
+                    if len(pruned) < len(needing):
+                        yield finding
+            yield from map(self._went, gone.values())
+            whole = self._replaced(gone.values())
+            for newer in whole:
+                yield from self._snapshot(newer)
 
     def _parts_of(self, opened: list[OpenSnapshot], rank: int) -> Iterator[Part]:
         having = [one for one in opened if rank < one.snapshot.world_size]

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json
+from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import find, read_history
 from recovery.assumed import Reload, Scene, new_layout, parts_to_read, same_layout
 from recovery.estimate import Bandwidths, Estimate, estimate
 from recovery.planner import Copy, Fetch, Keep, Plan, Receive
 from recovery.quantities import seconds_text
-from recovery.read import open_snapshot, read_parts
+from recovery.read import OpenSnapshot, following, read_parts
 
 _RATE = re.compile(r"(?:(?P<what>\w+)=)?(?P<number>\d+(?:\.\d+)?) ?(?P<scale>[kKMGT]?)(?P<binary>i?)B(?:/s)?")
 _SCALES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -53,15 +54,19 @@ def command(
     given = _bandwidths(bandwidth or (), latency)
     gone = _ranks(lost)
     store = open_url(url, storage_option)
-    snapshot = open_snapshot(store, find(read_history(store), step)).snapshot
-    if gone and gone[-1] >= snapshot.world_size:
-        raise ValueError(f"--lost {lost}: step {snapshot.step} has ranks 0 to {snapshot.world_size - 1}")
-    if world_size is None or world_size == snapshot.world_size:
+
+    def look(opened: OpenSnapshot) -> tuple[Snapshot, Scene]:
+        snapshot = opened.snapshot
+        if gone and gone[-1] >= snapshot.world_size:
+            raise ValueError(f"--lost {lost}: step {snapshot.step} has ranks 0 to {snapshot.world_size - 1}")
+        if world_size is not None and world_size != snapshot.world_size:
+            parts = read_parts(store, snapshot)
+            return snapshot, new_layout(snapshot, parts, gone, world_size, per_node=per_node)
         parts = read_parts(store, snapshot, gone)
         parts |= read_parts(store, snapshot, parts_to_read(parts))
-        scene = same_layout(snapshot, parts, gone, per_node=per_node)
-    else:
-        scene = new_layout(snapshot, read_parts(store, snapshot), gone, world_size, per_node=per_node)
+        return snapshot, same_layout(snapshot, parts, gone, per_node=per_node)
+
+    snapshot, scene = following(store, find(read_history(store), step), look)
     made = scene.plan()
     time, reload = estimate(made, given), scene.reload(given)
     if as_json:

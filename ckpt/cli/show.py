@@ -29,7 +29,7 @@ from ckpt.cli.spelling import jsonable, value_text
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow
 from ckpt.format.values import decode, flat
 from ckpt.history.catalog import read_history
-from recovery.read import open_snapshot, read_parts
+from recovery.read import following, read_parts
 
 VALUE_WIDTH = 120
 """Characters of a value; --json has all of them."""
@@ -80,8 +80,7 @@ def command(
     store = open_url(url, storage_option)
     history = read_history(store)
     id_ = find_any(history, step_option or step or "latest")
-    snapshot = open_snapshot(store, id_).snapshot
-    parts = read_parts(store, snapshot)
+    snapshot, parts = following(store, id_, lambda opened: (opened.snapshot, read_parts(store, opened.snapshot)))
     leaves = _leaves(parts.values())
     to_read = sum({(b.pack, b.start): b.size for part in parts.values() for b in _blobs(part)}.values())
     aliases = {name: path for part in parts.values() for name, path in part.aliases.items()}

@@ -12,7 +12,7 @@ Everything is read in one order, runs/ → parts/ (→ packs/) → snapshots/ �
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -157,7 +157,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
             problems.append(Problem(key, text, "unreadable"))
             continue
         wanted.append(key)
-    for key, data in read_many(store, wanted, threads):
+    for key, data in _read_all(store, wanted, names, entries, threads):
         if data is None:
             if key in run_names:
                 text = f"{key}: the document of this run is not there, so what it resumed from is unknown"
@@ -196,6 +196,25 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
     return History(
         runs, snapshots, keys, pins, tuple(sorted(problems, key=lambda p: p.key)), documents, entries, store.url
     )
+
+
+def _read_all(
+    store: Store, keys: list[str], names: dict[str, SnapshotName], entries: dict[str, Entry], threads: int
+) -> Iterator[tuple[str, bytes | None]]:
+    """`read_many`; and where a snapshot has gone since it was listed, what has replaced it meanwhile, which is added to
+    `names` and `entries`. Else a step that is compacted and pruned at this very moment would seem to be gone."""
+    while keys:
+        went: set[SnapshotId] = set()
+        for key, data in read_many(store, keys, threads):
+            if data is None and key in names:
+                went.add(names[key].id)
+            yield key, data
+        keys = []
+        for entry in store.list(SNAPSHOTS) if went else ():
+            name = SnapshotName.parse(entry.key)
+            if name is not None and name.id in went and entry.key not in names:
+                names[entry.key], entries[entry.key] = name, entry
+                keys.append(entry.key)
 
 
 def find(history: History, name: int | str) -> SnapshotId:
