@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from recovery.looking import History
     from recovery.report import Restored
     from storage_backends import open_store
+    from storage_backends.opening import fanout, tiered
 
 _HOMES = {
     "Checkpointer": "ckpt.checkpointer",
@@ -62,9 +63,11 @@ _HOMES = {
     "Unavailable": "ckpt.errors",
     "UnsupportedState": "ckpt.errors",
     "checkpointed": "ckpt.loop",
+    "fanout": "storage_backends.opening",
     "load": "recovery.load",
     "load_into": "recovery.load",
     "open_store": "storage_backends",
+    "tiered": "storage_backends.opening",
 }
 
 __all__ = [
@@ -92,9 +95,11 @@ __all__ = [
     "Unavailable",
     "UnsupportedState",
     "checkpointed",
+    "fanout",
     "load",
     "load_into",
     "open_store",
+    "tiered",
 ]
 
 

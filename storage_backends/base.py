@@ -46,11 +46,14 @@ class Refused(StorageError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One listed object: key, size in bytes, and the store's own modification time (POSIX seconds), if it has one."""
+    """One listed object: key, size in bytes, and the store's own modification time (POSIX seconds), if it has one.
+
+    `places`: of a store that keeps objects in several places, the names of those that listed it; else nothing."""
 
     key: str
     size: int
     mtime: float | None
+    places: tuple[str, ...] = ()
 
 
 @runtime_checkable

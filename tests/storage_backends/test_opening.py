@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import storage_backends
-from storage_backends import NotFound, Refused, RetryingStore, open_store
+from storage_backends import MemoryStore, NotFound, Refused, RetryingStore, open_store
+from storage_backends.opening import fanout, tiered
 
 
 @pytest.mark.parametrize("typed", ["runs/gpt", "./runs/gpt", "runs/gpt/", "runs//gpt", "x/../runs/gpt"])
@@ -69,8 +70,16 @@ def test_every_store_is_opened_with_retries(tmp_path: Path) -> None:
         ("s3://", "names no bucket"),
         ("s3:///x", "names no bucket"),
         ("file://runs/x", "expected file:///absolute/path"),
-        ("tiered::/fast|s3://slow", "tiered:: makes a chain"),
-        ("fanout::s3://a|s3://b", "fanout:: makes a chain"),
+        ("tiered::/fast", "expected tiered::FAST|DURABLE"),
+        ("tiered::/fast|", "expected tiered::FAST|DURABLE"),
+        ("tiered::/fast|/fast", "is both tiers"),
+        ("tiered::fanout::/a|/b|/c", "only the durable tier may be several places"),
+        ("fanout::/a", "or fanout::ONE|OTHER"),
+        ("fanout::/a||/b", "or fanout::ONE|OTHER"),
+        ("fanout::/a|/b|/a", "beside itself"),
+        ("fanout::/a|tiered::/b|/c", "only the durable tier"),
+        ("fanout::s4://a|/b", "unknown scheme s4://"),
+        ("tiered::simplecache::s3://a|/b", "simplecache:: makes a chain"),
         ("simplecache::s3://bucket/x", "simplecache:: makes a chain"),
         ("zip://x::s3://bucket/x", "zip:: makes a chain"),
     ],
@@ -78,6 +87,36 @@ def test_every_store_is_opened_with_retries(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused_with_what_would(typed: str, says: str) -> None:
     with pytest.raises(Refused, match=says):
         open_store(typed)
+
+
+def test_several_places_are_opened_by_one_url(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    store = open_store(f"fanout::{a}|file://{b}|{c}")
+    store.put("x", b"1")
+    assert [(path / "x").read_bytes() for path in (a, b, c)] == [b"1"] * 3
+    assert store.url == f"fanout::{a}|{b}|{c}"
+    store = open_store(f"tiered::{a}|fanout::{b}|{c}")
+    store.put("packs/x", b"1")
+    assert not (b / "packs").exists()
+    store.put("runs/y", b"1")
+    assert [(path / "runs/y").exists() for path in (a, b, c)] == [True] * 3
+    assert store.url == f"tiered::{a}|fanout::{b}|{c}"
+    assert open_store(store.url).get("packs/x") == b"1"
+
+
+def test_several_places_are_opened_from_paths_urls_and_stores(tmp_path: Path) -> None:
+    store = tiered(tmp_path / "fast", fanout(str(tmp_path / "b"), MemoryStore("c"), at_least=2), keep_fast=5)
+    assert store.url == f"tiered::{tmp_path}/fast|fanout::{tmp_path}/b|memory-store:c"
+    assert store.keep_fast == 5
+    assert isinstance(store.fast, RetryingStore)
+
+
+def test_options_go_to_what_is_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="folders take no storage options, found key"):
+        open_store(f"tiered::{tmp_path}/a|{tmp_path}/b", key="x")
+    store = open_store(f"tiered::{tmp_path}/a|memory://test-opening/options", skip_instance_cache=True)
+    with pytest.raises(Refused, match=r"MemoryFileSystem.*skip_instance_cache"):  # ours: so it arrived there
+        store.put("runs/x", b"1")
 
 
 def test_options_for_a_folder_are_refused_by_name(tmp_path: Path) -> None:
