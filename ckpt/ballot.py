@@ -22,6 +22,7 @@ class Call(IntEnum):
     RESTORE = 1
     SAVE = 2
     STEP = 3
+    CLOSE = 4
 
     def __str__(self) -> str:
         return f"{self.name.lower()}()"

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt import exits
-from ckpt.ballot import Ballot, Call
+from ckpt.ballot import Call
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.clock import SystemClock, countdown
@@ -162,9 +162,8 @@ class Checkpointer:
             StoreInUse: another live job writes here.
         """
         self._check_open()
-        self._writer.wait(None)
         self._voting.read()
-        self._voting.open(Ballot(Call.RESTORE, stop=self._stopper.asked)).check(0)
+        self._saves.finish(Call.RESTORE, 0)
         with self._tenure.trying(), waiting(f"restoring from {self._store.url}"):
             mirrors = [] if self._mirror.base is None else [self._mirror.base]
             with survey(mirrors, self._mirror.store, prefer=self._ranks.rank) as holdings:
@@ -295,7 +294,9 @@ class Checkpointer:
         ticket = self._outcomes.last
         left = countdown(timeout)
         with waiting(f"finishing step {ticket.step} on {self._store.url}" if ticket else "closing"):
-            done = self._writer.stop(timeout)
+            if self._ending:
+                self._saves.finish_last(timeout)
+            done = self._writer.stop(left())
         if self._sweeper is not None:
             self._sweeper.stop(left())
         # A run whose last save still hangs is not marked as ended: its put may land yet.

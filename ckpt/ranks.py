@@ -48,6 +48,10 @@ class Pending:
             self._work = None
         return _ints(self._values)
 
+    def decided(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._work is None or self._work.is_completed()
+
     def settled(self, seconds: float) -> bool:
         """Whether nothing is on its way any more, waiting at most so long. Raises nothing."""
         work = self._work

@@ -6,6 +6,7 @@ ranks do together.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from typing import Any, Literal
 
 from ckpt.ballot import Ballot, Call, Tally
 from ckpt.data import Position
-from ckpt.errors import SaveFailed, UnsupportedState
+from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
 from ckpt.format.names import SnapshotId
-from ckpt.history.clock import Clock
+from ckpt.history.clock import Clock, countdown
 from ckpt.leaves import Flat, Flattener
 from ckpt.metrics import plain_metrics
 from ckpt.outcomes import Outcomes
@@ -29,6 +30,10 @@ from ckpt.stopping import Stopping
 from ckpt.tenure import Tenure
 from ckpt.ticket import Ticket
 from ckpt.voting import Voting
+
+log = logging.getLogger("ckpt")
+
+LOOK = 0.05  # seconds between two looks at what the other ranks say, in a wait for the last commit
 
 
 @dataclass(slots=True)
@@ -68,14 +73,66 @@ class Saves:
         # The last save of a job that was asked to stop is not left out.
         if tally.busy and self.when_busy == "skip" and not self.voting.stop:
             return self.outcomes.skip(step)
-        self.writer.wait(None)
-        if self.ranks.world_size == 1:
-            # Alone, a failure is known as soon as the wait is over; several ranks hear of it at their next vote.
-            self._tell(self.outcomes.failed)
+        if tally.busy or self.ranks.world_size == 1:
+            self._tell(self.finish(Call.SAVE, step).failed)
         if tally.renew:
             self.tenure.open(self._resumed_from(), fresh=self.fresh)
         flat, encoded, numbers = prepared
         return self._submit(step, flat, encoded, numbers, tally, asked)
+
+    def finish(self, call: Call, step: int) -> Tally:
+        """Wait for the save in flight, as part of `call`. Collective: what failed on one rank, or a rank that is gone,
+        ends the wait of all, which else would last until `commit_wait`.
+
+        Raises:
+            CheckpointError: a rank is gone, or called something else.
+        """
+        if self.ranks.world_size == 1:
+            self.writer.wait(None)  # nobody else's part is missing, and what fails is known then
+        else:
+            self.writer.wait_handed_in(None)
+        tally = self._open(self._handing_in(call, step))
+        tally.check(step)
+        if tally.failed is not None:
+            self.writer.abandon(tally.failed[0])
+        self.writer.wait(None)
+        return tally
+
+    def finish_last(self, timeout: float | None) -> None:
+        """As `finish`, for close(): where the other ranks are gone, or do not close, the save in flight is given up, or
+        waited for, without them. The writer may still be busy after `timeout` seconds."""
+        left = countdown(timeout)
+        if self.ranks.world_size == 1 or not self.writer.wait_handed_in(timeout):
+            return
+        last = self.outcomes.last
+        vote = self.voting.cast(self._handing_in(Call.CLOSE, 0 if last is None else last.step))
+        if vote is None:
+            return
+        while not vote.decided():
+            seconds = left()
+            if self.writer.wait(LOOK if seconds is None else min(LOOK, seconds)) or seconds == 0:
+                return
+        if self.writer.wait(0):
+            return
+        try:
+            tally = Tally.count(vote.result())
+        except CheckpointError as error:
+            log.warning("the last save is not waited for: %s", error)
+            self.writer.leave()
+        else:
+            if tally.failed is not None:
+                self.writer.abandon(tally.failed[0])
+
+    def _open(self, ballot: Ballot) -> Tally:
+        try:
+            return self.voting.open(ballot)
+        except CheckpointError:
+            self.writer.leave()  # the ranks cannot reach each other any more; nobody waits for the others' parts
+            raise
+
+    def _handing_in(self, call: Call, step: int) -> Ballot:
+        failed = self.outcomes.failed
+        return Ballot(call, step, failed=None if failed is None else failed[0], stop=self.stopper.asked)
 
     def _prepare(
         self, step: int, metrics: Mapping[str, Any] | None
@@ -94,7 +151,7 @@ class Saves:
 
     def _vote(self, step: int, flat: Flat | None) -> Tally:
         if flat is None:
-            return self.voting.open(Ballot(Call.SAVE, refused=True, stop=self.stopper.asked))
+            return self._open(Ballot(Call.SAVE, refused=True, stop=self.stopper.asked))
         last, failed = self.outcomes.last, self.outcomes.failed
         ballot = Ballot(
             Call.SAVE,
@@ -107,7 +164,7 @@ class Saves:
             renew=self._renewal(step),
             again=last is not None and last.step == step and last.error is None,
         )
-        return self.voting.open(ballot)
+        return self._open(ballot)
 
     def _renewal(self, step: int) -> bool:
         """Whether `step` cannot be a step of the open run: there is none, or it is not above the last one."""

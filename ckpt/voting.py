@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from ckpt.ballot import Ballot, Call, Tally
+from ckpt.errors import CheckpointError
 from ckpt.ranks import Pending, Ranks
 from ckpt.stopping import Stopping
+
+log = logging.getLogger("ckpt")
 
 
 class Voting:
@@ -25,6 +30,15 @@ class Voting:
         tally = Tally.count(self._ranks.vote(ballot.cast(self._ranks.rank)))
         self.stop |= tally.stop
         return tally
+
+    def cast(self, ballot: Ballot) -> Pending | None:
+        """Begin the last vote, which nobody need read; None where the other ranks cannot be reached any more."""
+        try:
+            self.read()
+            return self._ranks.vote_async(ballot.cast(self._ranks.rank))
+        except CheckpointError as error:
+            log.debug("closing without the other ranks: %s", error)
+            return None
 
     def begin(self, step: int) -> None:
         """Begin the vote of a `step()`, which the next call reads: nobody waits for it at every step."""

@@ -123,8 +123,7 @@ def job(
     """torchrun with all its ranks on one node; none of it outlives the block."""
     torchrun = [
         *("--nnodes", "1", "--nproc-per-node", str(ranks), "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
-        # As on a cluster. Seen once in some sixty jobs, cause unknown: a rank that had done all its steps was aborted
-        # as it ended ("terminate called without an active exception"). Started again it finds its last step, and ends.
+        # As on a cluster: what comes to an untimely end is started again, finds its last step, and ends.
         *("--max-restarts", "2"),
     ]
     mirrors = {"CKPT_MIRROR_DIR": f"{notes}-mirrors"}

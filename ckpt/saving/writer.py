@@ -85,6 +85,7 @@ class Writer:
         self._next: tuple[SaveJob, Callable[[Outcome], None]] | None = None
         self._busy = False
         self._delivering = False
+        self._handed_in = False
         self._stopped = False
         self._give_up = False
         self._abandoned: int | None = None
@@ -148,6 +149,7 @@ class Writer:
                 raise RuntimeError(f"step {job.id.step}: the save before is still in flight; wait() first")
             self._start()
             self._busy = True
+            self._handed_in = False
             self._abandoned = None
             self._next = (job, done)
             self._changed.notify_all()
@@ -165,6 +167,12 @@ class Writer:
         """Until no save is in flight and its `done` has returned; False if that takes longer than `timeout` s."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._busy or self._delivering), timeout)
+
+    def wait_handed_in(self, timeout: float | None = None) -> bool:
+        """Until this rank has done its share of the save in flight: its part is on the store, or the save has failed.
+        False if that takes longer than `timeout` s."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._handed_in or not (self._busy or self._delivering), timeout)
 
     def stop(self, timeout: float | None = None) -> bool:
         """Let the save in flight end, and then the threads. False if it has not within `timeout` seconds: it is told
@@ -262,6 +270,9 @@ class Writer:
         self._unseen = _Unseen(job.id, own)
         mark = time.perf_counter()
         own = commit.put_part(self._store, job.id, job.rank, data)
+        with self._changed:
+            self._handed_in = True
+            self._changed.notify_all()
         tally.spend("upload", time.perf_counter() - mark)
         tally.stage = "commit"
         mark = time.perf_counter()

@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointError, LayoutMismatch, SaveFailed, Unsupported
 from storage_backends import open_store
 from storage_backends.local import LocalStore
 from tests.support.faulty import GateStore, SwitchStore
-from tests.support.procs import Job, run_ranks, succeed
+from tests.support.procs import Job, run_ranks, show, succeed
 from tests.support.worlds import PATIENT, counted, group, quiet, stored_parts
 
 pytestmark = pytest.mark.e2e
@@ -273,6 +273,12 @@ def test_a_save_on_one_rank_alone_is_an_error_that_says_so_after_the_groups_time
 # --- one rank is slow, fails, or dies
 
 
+def opens_when_waited_for(saver: ckpt.Checkpointer, store: GateStore) -> None:
+    """The training thread has got as far as waiting for this rank's part: now the store works again."""
+    waited: Any = saver._writer.wait_handed_in
+    saver._writer.wait_handed_in = lambda timeout: store.gate.set() or waited(timeout)  # type: ignore[method-assign]
+
+
 def is_slow(url: str) -> None:
     with group() as rank:
         store = GateStore(LocalStore(url), verbs=frozenset({"put"}), where=lambda key: key.startswith("parts/"))
@@ -294,12 +300,11 @@ def is_slow(url: str) -> None:
         assert not third.skipped
 
         # The last save of a job that was asked to stop is not skipped: all wait for the one in flight.
-        waited: Any = saver._writer.wait
         if rank == 1:
             store.gate.clear()
         fourth = saver.save(4)
         if rank == 1:
-            saver._writer.wait = lambda timeout: store.gate.set() or waited(timeout)  # type: ignore[method-assign]
+            opens_when_waited_for(saver, store)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         fifth = saver.step(5)
@@ -357,3 +362,70 @@ def test_a_write_that_fails_on_one_rank_is_told_on_all_at_the_next_save_which_wo
     on_three(fails_once, str(url), on_error)
     assert [e.key[-6:-5] for e in open_store(str(url)).list("snapshots/")] == ["1", "3", "4"]
     assert float(ckpt.load(url)["t"][0]) == 2
+
+
+def fails_while_the_others_wait(url: str, last: str) -> None:
+    with group() as rank:
+        switch = SwitchStore(LocalStore(url))
+        store = GateStore(switch, where=lambda key: key.startswith("parts/"))
+        store.gate.set()
+        tensor = torch.zeros(4000)
+        saver = ckpt.Checkpointer(store, {"t": tensor}, mirror="off", options=quiet(commit_wait=PATIENT * 10))
+        saver.restore()
+        saver.save(1).wait(PATIENT)
+        if rank == 1:
+            store.gate.clear()
+            switch.fail(ckpt.Refused, verb="put", key="parts/")
+        ticket = saver.save(2)
+        if rank == 1:
+            opens_when_waited_for(saver, store)
+        if last == "close":
+            with pytest.raises(SaveFailed, match="step 2"):
+                saver.close()
+        elif last == "restore":
+            assert saver.restore() == 1
+        else:
+            with pytest.warns(RuntimeWarning, match="step 2 was not saved"):
+                saver.save(3)
+            with pytest.raises(SaveFailed, match="step 3"):
+                saver.close()
+        assert isinstance(ticket.error, SaveFailed)
+        assert ("gave up waiting; no part of rank 1" in str(ticket.error)) == (rank != 1), ticket.error
+
+
+@pytest.mark.parametrize("last", ["save", "restore", "close"])
+def test_ranks_that_wait_for_a_commit_hear_at_once_that_another_rank_could_not_write(tmp_path: Path, last: str) -> None:
+    on_three(fails_while_the_others_wait, str(tmp_path / "store"), last)
+
+
+def dies_before_its_part(url: str, last: str) -> None:
+    with group() as rank:
+        store = GateStore(LocalStore(url), where=lambda key: key.startswith("parts/"))
+        store.gate.set()
+        saver = ckpt.Checkpointer(
+            store, {"t": torch.zeros(9)}, mirror="off", options=quiet(commit_wait=PATIENT * 10, group_timeout=PATIENT)
+        )
+        saver.restore()
+        saver.save(1).wait(PATIENT)
+        if rank == 1:
+            store.gate.clear()
+        saver.save(2)
+        if rank == 1:
+            assert store.arrived.wait(PATIENT)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last == "close":
+            with pytest.raises(SaveFailed, match="no part of rank 1"):
+                saver.close()
+        else:
+            with pytest.raises(CheckpointError, match="another rank is gone"):
+                saver.save(3)
+            with pytest.raises(SaveFailed, match="step 2"):
+                saver.close()
+        print("went on")
+        os._exit(0)  # not through the end of the group, which waits for the dead
+
+
+@pytest.mark.parametrize("last", ["save", "close"])
+def test_ranks_that_wait_for_a_commit_notice_at_once_that_another_rank_has_died(tmp_path: Path, last: str) -> None:
+    results = run_ranks(dies_before_its_part, 3, (str(tmp_path / "store"), last))
+    assert [("went on" in result.out) for result in results] == [True, False, True], show(results)
