@@ -31,6 +31,7 @@ from ckpt.random_states import set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.resuming import reference_after
 from ckpt.saves import Saves
+from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
 from ckpt.stopping import Stopping
@@ -57,7 +58,9 @@ class Checkpointer:
         state: name → module, optimizer, scheduler, anything with ``state_dict``, tensor, numpy array, plain value.
         every: `step()` saves when ``step % every == 0``; None: only `save()` saves.
         keep: which snapshots stay after a newer commit; None keeps all.
-        capture: "copy": `save()` returns when the state has been copied out.
+        capture: "copy": `save()` returns when the state has been copied out. "overlap": what tracked optimizers own is
+            copied while forward and backward go on, and their next step waits for it; parameters and moments must not
+            be changed otherwise meanwhile (see the README).
         when_busy: with an earlier save still in flight, "wait" for it or "skip" this one, on all ranks.
         mirror: where the host buffers live, so that they outlive the process and a restart on this node reads them
             instead of the store: "auto" (the folder ``CKPT_MIRROR_DIR``, else shared memory), "disk:PATH" (a local
@@ -76,13 +79,13 @@ class Checkpointer:
         *,
         every: int | None = None,
         keep: Keep | None = None,
-        capture: Literal["copy"] = "copy",
+        capture: Literal["copy", "overlap"] = "copy",
         when_busy: Literal["wait", "skip"] = "wait",
         mirror: str | os.PathLike[str] = "auto",
         fresh: bool = False,
         options: Options | None = None,
     ) -> None:
-        one_of("capture", capture, ("copy",))
+        one_of("capture", capture, ("copy", "overlap"))
         one_of("when_busy", when_busy, ("wait", "skip"))
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
@@ -105,7 +108,10 @@ class Checkpointer:
         self._tenure = Tenure(self._store, self._clock, ranks, identity(torchrun_job()), seconds(opt.heartbeat))
         self._flattener = Flattener(self._state)
         self._mirror = open_mirror(mirror, self._store.url, rank=ranks.rank, world_size=ranks.world_size)
-        self._taking = Taking(ranks, self._mirror, chunk=size(opt.chunk), replica_check=opt.replica_check)
+        overlaps = capture == "overlap"
+        self._taking = Taking(
+            ranks, self._mirror, chunk=size(opt.chunk), replica_check=opt.replica_check, overlap=overlaps
+        )
         self._position = Position()
         self._writer = Writer(
             self._store,
@@ -124,6 +130,7 @@ class Checkpointer:
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
+        self._overlap = Overlap(lambda seconds: self._outcomes.count(seconds=seconds)) if overlaps else None
         self._saves = Saves(
             ranks=ranks,
             clock=self._clock,
@@ -135,6 +142,7 @@ class Checkpointer:
             voting=self._voting,
             stopper=self._stopper,
             outcomes=self._outcomes,
+            overlap=self._overlap,
             when_busy=when_busy,
             fresh=fresh,
         )
@@ -293,6 +301,8 @@ class Checkpointer:
         exits.unregister(self._exit)
         ticket = self._outcomes.last
         left = countdown(timeout)
+        if self._overlap is not None:
+            self._overlap.close()
         with waiting(f"finishing step {ticket.step} on {self._store.url}" if ticket else "closing"):
             if self._ending:
                 self._saves.finish_last(timeout)

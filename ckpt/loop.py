@@ -190,7 +190,7 @@ def checkpointed(
     *,
     every: int | None = None,
     keep: Keep | None = None,
-    capture: Literal["copy"] = "copy",
+    capture: Literal["copy", "overlap"] = "copy",
     when_busy: Literal["wait", "skip"] = "wait",
     mirror: str | os.PathLike[str] = "auto",
     fresh: bool = False,

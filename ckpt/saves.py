@@ -24,6 +24,7 @@ from ckpt.outcomes import Outcomes
 from ckpt.random_states import random_states
 from ckpt.ranks import Ranks
 from ckpt.saving.job import Failed, Report
+from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer
 from ckpt.stopping import Stopping
@@ -38,7 +39,8 @@ LOOK = 0.05  # seconds between two looks at what the other ranks say, in a wait 
 
 @dataclass(slots=True)
 class Saves:
-    """What the saves of one rank go through. `fresh`: the first may start a new line on a store with a history."""
+    """What the saves of one rank go through. `overlap`: None where all is copied before `save` returns. `fresh`: the
+    first may start a new line on a store with a history."""
 
     ranks: Ranks
     clock: Clock
@@ -50,6 +52,7 @@ class Saves:
     voting: Voting
     stopper: Stopping
     outcomes: Outcomes
+    overlap: Overlap | None
     when_busy: Literal["wait", "skip"]
     fresh: bool
 
@@ -202,7 +205,11 @@ class Saves:
             self.outcomes.settle(ticket, Failed(error, Report()))
             return ticket
         job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
-        self.writer.submit(job, lambda outcome: self.outcomes.settle(ticket, outcome))
+        ready = None
+        if taken.copying is not None and self.overlap is not None:
+            self.overlap.begin(taken.copying)
+            ready = taken.copying.wait
+        self.writer.submit(job, lambda outcome: self.outcomes.settle(ticket, outcome), ready)
         return ticket
 
     def _tell(self, failed: tuple[int, int] | None) -> None:

@@ -1,4 +1,4 @@
-"""This library against `torch.save`, DCP's `async_save`, moonclip and torch_checkpointing: same state, same steps, one run.
+"""This library against `torch.save`, DCP's `async_save`, moonclip and torch_checkpointing, in one run.
 
     python -m scripts.bench_peers                                   # everything: half an hour on two idle cores
     python -m scripts.bench_peers --size small --loads dense,bf16 --rounds 3
@@ -71,7 +71,7 @@ def main() -> int:
     python = install()
     if Path(sys.prefix).resolve() != (RESULTS / "peers").resolve():
         environment = os.environ | {"PYTHONPATH": str(REPO)}
-        return subprocess.run([python, "-m", "scripts.bench_peers", *sys.argv[1:]], env=environment, cwd=REPO).returncode
+        return subprocess.run(XX=environment, cwd=REPO).returncode
     return measure(options)
 
 
@@ -248,9 +248,8 @@ def _memory(size: int, names: list[str]) -> dict[str, dict[str, float]]:
     """MB beyond the live state, at the peak of three saves and of a restore, each contestant in a process of its own."""
     found = {}
     for name in names:
-        done = subprocess.run(
-            [sys.executable, "-m", "scripts.peer_memory", name, str(size)], cwd=REPO, capture_output=True, text=True
-        )
+        command = [sys.executable, "-m", "scripts.peer_memory", name, str(size)]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"memory of {name}: {done.stderr.strip().splitlines()[-1:]}")
         else:

@@ -83,7 +83,9 @@ def _dense(load: dict[str, Any]) -> Iterator[Bar]:
     if "moonclip" in figures and "ours at 2" in figures:
         yield Bar("dense: stored at 2 over moonclip", _ratio(figures, "stored", "ours at 2", "moonclip"), 1.0)
     if "ours at 3" in figures:
-        yield Bar("dense: raw over stored at 3", load["MB"] / figures["ours at 3"]["stored"]["mean"], 1.26, at_least=True)
+        yield Bar(
+            "dense: raw over stored at 3", load["MB"] / figures["ours at 3"]["stored"]["mean"], 1.26, at_least=True
+        )
     if "moonclip" in figures:
         yield Bar("dense: load over moonclip", _ratio(figures, "load", "ours", "moonclip"), 0.25)
     if "torch.save" in figures:
@@ -92,9 +94,13 @@ def _dense(load: dict[str, Any]) -> Iterator[Bar]:
     if "rate, every 10" in figures["ours"]:
         own = figures["ours"]["rate, every 10"]["median"]
         rivals = [figures[name]["rate, every 10"]["median"] for name in SMALLER if name in figures]
-        yield Bar("dense: steps per second kept, a save every 10 (0.97 where a core is spare)", own, 0.97, at_least=True)
+        yield Bar(
+            "dense: steps per second kept, a save every 10 (0.97 where a core is spare)", own, 0.97, at_least=True
+        )
         if rivals:
-            yield Bar("the same, over the best peer that stores less than full size", own / max(rivals), 1.0, at_least=True)
+            yield Bar(
+                "the same, over the best peer that stores less than full size", own / max(rivals), 1.0, at_least=True
+            )
 
 
 def _has(load: dict[str, Any], *names: str) -> bool:

@@ -1,4 +1,4 @@
-"""The work loads of `bench_peers`: states that real training steps change, each twice, so that one can be restored into.
+"""The work loads of `bench_peers`: states that training steps change, and a twin of each to restore into.
 
 dense        a GPT of 25 million parameters on real text, fp32 AdamW
 lora         the same, of which one block's two largest matrices train

@@ -28,11 +28,13 @@ from ckpt.leaves.tree import NOTHING, is_tree, walk
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
     """A state taken apart. `shards` (sorted) refer to the live tensors; `values` (tracked name → tree with `Ref` for
-    tensors) are copies; `aliases`: other names of tied tensors → the path under which they are stored."""
+    tensors) are copies; `aliases`: other names of tied tensors → the path under which they are stored; `stepped`: paths
+    of what tracked optimizers own, their parameters and the tensors of their state."""
 
     shards: tuple[LiveShard, ...]
     values: dict[str, Any]
     aliases: dict[str, str]
+    stepped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +147,7 @@ class Flattener:
         self._stored: tuple[Found, ...] = ()
         self._table = Table()
         self._complete = False
+        self._stepped: frozenset[str] = frozenset()
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
 
@@ -157,7 +160,7 @@ class Flattener:
             UnsupportedState: something cannot be saved exactly; names the leaf and what to do.
         """
         shards, values = self.look(self.sources())
-        return Flat(shards, values, self.aliases)
+        return Flat(shards, values, self.aliases, self._stepped)
 
     def sources(self) -> dict[str, Source]:
         """How each tracked object is taken apart; looked up anew where another object stands under the name."""
@@ -197,6 +200,8 @@ class Flattener:
         self._complete = False  # a refusal below must not leave an older table to be taken for this one
         self._slots, self._rest = slots, known
         shards = self._table.update(chain(self._stored, self._loose, *slots, known))
+        owned = (path for optimizer in optimizers.values() for group in optimizer.groups for path in group)
+        self._stepped = frozenset(chain(owned, (found.path for found in chain(*slots))))
         self._complete = True
         return shards, values
 

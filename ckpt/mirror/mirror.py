@@ -57,7 +57,8 @@ def open_mirror(
 
 
 class Mirror:
-    """Two buffers. `free`, `finish`, `adopt` and `close` belong to one thread, the one that trains.
+    """Two buffers. `free`, `finish`, `adopt` and `close` are called one at a time: by the thread that trains, `finish`
+    also by the one that copies.
 
     Attributes:
         store: identity of the store.

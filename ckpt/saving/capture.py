@@ -3,6 +3,10 @@
 Small tensors are most of the calls and few of the bytes: 20,000 of them cost 30 ms one by one. Neighbours in the
 layout are therefore gathered by one `torch.cat` into the buffer, over flat views that are made once and kept. Copies
 are made on integer views of the bits, so that no conversion can touch a NaN's payload or a dtype that copies badly.
+
+With ``capture="overlap"`` the large tensors that only `optimizer.step()` changes are left for later: `begin` says which
+copies those are, and `overlap` carries them out while training computes. On a device all copies are queued on a stream
+of their own, behind what has been computed so far; the training's stream waits for those that anybody may change.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ RUN = 32_767
 DEVICE_RUN = 8 << 20
 """Elements per gather on a device, where each gather takes that much scratch."""
 
+PIECE = 4 << 20
+"""Bytes of a copy that is left for later: what the optimizer's thread waits for at most, when it comes to help."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -56,6 +63,27 @@ class _Target:
     views: list[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """One copy that may wait: elements ``[start, stop)`` of two flat host tensors of one dtype."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """What `Capturer.begin` has left. `copies`: on the host, nobody does them yet. `events`: device → all copies out of
+    it are queued before this. `watched`: (path, tensor, its version counter): each must stay at that version until all
+    is copied."""
+
+    copies: list[Later]
+    events: dict[torch.device, torch.cuda.Event]
+    watched: list[tuple[str, torch.Tensor, int]]
+
+
 class Capturer:
     """Copies the state into buffers of one layout. Views of live tensors and of the two buffers are kept from save to
     save, and checked at each one."""
@@ -73,6 +101,9 @@ class Capturer:
         self._runs: list[_Run] = []
         self._inputs: list[list[torch.Tensor]] = []  # per run
         self._targets: dict[int, _Target] = {}  # by address of the buffer
+        self._stepped: frozenset[str] | None = None
+        self._may_wait: list[bool] = []  # per run
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(self, flat: Flat, slot: NDArray[np.uint8]) -> int:
         """Copy every region of the layout into `slot`; nothing refers to live tensors in it afterwards.
@@ -92,19 +123,79 @@ class Capturer:
         views = self._target(slot).views
         waits: set[torch.device] = set()
         for view, inputs in zip(views, self._inputs, strict=True):
-            source = inputs[0]
-            if source.is_cuda:
-                waits.add(source.device)
-                view.copy_(source if len(inputs) == 1 else torch.cat(inputs), non_blocking=True)
-            elif len(inputs) == 1:
-                view.copy_(source)
-            elif source.device.type == "cpu":
-                torch.cat(inputs, out=view)
+            if inputs[0].is_cuda:
+                waits.add(inputs[0].device)
+                _copy(view, inputs, non_blocking=True)
             else:
-                view.copy_(torch.cat(inputs))
+                _copy(view, inputs)
         for event in [torch.cuda.current_stream(device).record_event() for device in waits]:
             event.synchronize()
         return self._nbytes
+
+    def begin(self, flat: Flat, slot: NDArray[np.uint8]) -> Begun:
+        """Copy what training code may change at any time, and hand over what only `optimizer.step()` changes (the paths
+        in ``flat.stepped``, where they are large): until that is copied, no such step may begin. Raises as `take`."""
+        self._look_at(flat)
+        self._look_who_steps(flat.stepped)
+        begun = Begun([], {}, [])
+        early: dict[torch.device, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+        late: dict[torch.device, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+        views = self._target(slot).views
+        for view, inputs, run, may_wait in zip(views, self._inputs, self._runs, self._may_wait, strict=True):
+            source = inputs[0]
+            if source.is_cuda:
+                (late if may_wait else early).setdefault(source.device, []).append((view, inputs))
+            elif may_wait:
+                step = PIECE // source.element_size()
+                begun.copies.extend(
+                    Later(view, source, at, min(at + step, len(view))) for at in range(0, len(view), step)
+                )
+            else:
+                _copy(view, inputs)
+                continue
+            if may_wait:
+                begun.watched.extend(
+                    (region.shard.leaf.path, tensor, tensor._version)
+                    for region, tensor in zip(self._regions[run.first : run.last], inputs, strict=True)
+                )
+        for device in early.keys() | late.keys():
+            begun.events[device] = self._queue(device, early.get(device, []), late.get(device, []))
+        return begun
+
+    def _queue(
+        self,
+        device: torch.device,
+        early: list[tuple[torch.Tensor, list[torch.Tensor]]],
+        late: list[tuple[torch.Tensor, list[torch.Tensor]]],
+    ) -> torch.cuda.Event:
+        """Queue copies out of a device, behind all that was queued on its current stream so far."""
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for view, inputs in early:
+                _copy(view, inputs, non_blocking=True)
+            copied = side.record_event()
+            for view, inputs in late:
+                _copy(view, inputs, non_blocking=True)
+            end: torch.cuda.Event = side.record_event()
+        if early:
+            current.wait_event(copied)  # the device waits, not the host
+        return end
+
+    def _look_who_steps(self, stepped: frozenset[str]) -> None:
+        """Which runs may wait: on the host single large contiguous tensors, on a device whatever is stepped."""
+        if stepped is self._stepped and self._may_wait:
+            return
+        owned = [region.shard.leaf.path in stepped for region in self._regions]
+        self._may_wait = []
+        for run in self._runs:
+            view = self._views[run.first]
+            large = run.last == run.first + 1 and view.is_contiguous() and view.nbytes >= SMALL
+            self._may_wait.append(all(owned[run.first : run.last]) and (large or view.is_cuda))
+        self._stepped = stepped
 
     # --- sources ---
 
@@ -187,6 +278,7 @@ class Capturer:
             room = (RUN if view.device.type == "cpu" else DEVICE_RUN) - count
         self._runs = runs
         self._targets.clear()
+        self._may_wait = []
 
     # --- targets ---
 
@@ -211,6 +303,16 @@ class Capturer:
         source = self._views[run.first]
         place = base[run.start : run.stop].view(source.dtype)
         return place if source.is_contiguous() else place.view(source.shape)
+
+
+def _copy(view: torch.Tensor, inputs: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """One call for one run."""
+    if len(inputs) == 1:
+        view.copy_(inputs[0], non_blocking=non_blocking)
+    elif inputs[0].device.type == "cpu":
+        torch.cat(inputs, out=view)
+    else:
+        view.copy_(torch.cat(inputs), non_blocking=non_blocking)
 
 
 def _same_shards(old: Sequence[LiveShard], new: Sequence[LiveShard]) -> bool:

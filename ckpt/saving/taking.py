@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt.mirror.records import Described, describe
 from ckpt.ranks import Ranks
 from ckpt.saving.capture import Capturer
 from ckpt.saving.job import Bytes, Reference, SaveJob
+from ckpt.saving.overlap import Copying
 from ckpt.saving.sharing import Sharing
 
 
@@ -31,6 +33,8 @@ class Taken:
     ownership: str
     replicas: dict[str, str]
     others: tuple[int, ...]
+    copying: Copying | None = None
+    """What is still to be copied into `data`; None: nothing."""
 
     def job(
         self,
@@ -66,7 +70,10 @@ class Taking:
     A buffer holds what this rank stores, and behind it what it mirrors for its node only.
     """
 
-    def __init__(self, ranks: Ranks, mirror: Mirror, *, chunk: int, replica_check: int) -> None:
+    def __init__(
+        self, ranks: Ranks, mirror: Mirror, *, chunk: int, replica_check: int, overlap: bool = False
+    ) -> None:  # fmt: skip
+        self._overlap = overlap
         self._ranks = ranks
         self._mirror = mirror
         self._replica_check = replica_check
@@ -100,7 +107,8 @@ class Taking:
         return None if data is None else data[: self.sharing.layout.nbytes]
 
     def take(self, flat: Flat, reference: Reference | None, *, id_: SnapshotId, save: bool = True) -> Taken:
-        """Copy the state out into the buffer that the reference does not lie in. Nothing live is referred to after.
+        """Copy the state out into the buffer that the reference does not lie in. Nothing live is referred to after, but
+        by what is left to copy where copies overlap with training.
 
         Args:
             id_: the step it is the state of.
@@ -117,13 +125,20 @@ class Taking:
         try:
             slot = self._mirror.free(None if reference is None else reference.data, nbytes)
             marked = self.sharing.marked(flat)
-            copies.owned.take(marked, slot[: layout.nbytes])
+            parts = [(copies.owned, slot[: layout.nbytes])]
             if copies.extras is not None:
-                copies.extras.take(marked, slot[copies.extras_start :])
-            self._mirror.finish(slot, id_, copies.described)
+                parts.append((copies.extras, slot[copies.extras_start :]))
+            copying = None
+            if self._overlap:
+                begun = [capturer.begin(marked, data) for capturer, data in parts]
+                copying = Copying(id_.step, begun, partial(self._mirror.finish, slot, id_, copies.described))
+            else:
+                for capturer, data in parts:
+                    capturer.take(marked, data)
+                self._mirror.finish(slot, id_, copies.described)
             replicas = self.sharing.checksums(flat) if check else {}
             others = ownership.others[self._ranks.rank]
-            return Taken(layout, slot[: layout.nbytes], flat.aliases, ownership.digest, replicas, others)
+            return Taken(layout, slot[: layout.nbytes], flat.aliases, ownership.digest, replicas, others, copying)
         except Exception as error:
             text = f"step {id_.step}: copying {nbytes} bytes out of the training process failed: {error!r}"
             raise SaveFailed(text, step=id_.step, stage="capture") from error

@@ -1,4 +1,5 @@
-"""Background threads of our own: daemons at nice 19, each with tools that are made on it and never shared.
+"""Background threads of our own: daemons, at nice 19 but for those that training may wait for, each with tools that are
+made on it and never shared.
 
 Not `concurrent.futures`: its pools refuse work as soon as the main thread ends, before our flush at exit has run, and
 the last save of a script that falls off its end must still become durable.
@@ -69,11 +70,13 @@ class Pending(Generic[Result]):
 
 class Crew(Generic[Tools]):
     """`size` daemon threads that take work in the order it came. `make` is called on each thread for its tools, and
-    again after a failure: half-used scratch is not trusted. A thread outlives whatever its work raises."""
+    again after a failure: half-used scratch is not trusted. A thread outlives whatever its work raises. `yielding`:
+    the threads give way to everything else on the machine."""
 
-    def __init__(self, name: str, size: int, make: Callable[[], Tools]) -> None:
+    def __init__(self, name: str, size: int, make: Callable[[], Tools], *, yielding: bool = True) -> None:
         self._name = name
         self._make = make
+        self._yielding = yielding
         self._queue: SimpleQueue[Callable[[Tools | None], Tools | None] | None] = SimpleQueue()
         self._threads: list[threading.Thread | None] = [None] * size
 
@@ -111,7 +114,8 @@ class Crew(Generic[Tools]):
             self._queue.put(None)
 
     def _serve(self) -> None:
-        background()
+        if self._yielding:
+            background()
         tools: Tools | None = None
         while (run := self._queue.get()) is not None:
             tools = run(tools)

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckpt.errors import CheckpointError, SaveFailed, StorageError, StoreInUse
 from ckpt.format.manifest import PartHead, PartRef, digest128, write_part
@@ -67,6 +68,9 @@ class _Unseen:
     own: PartRef
 
 
+_Work: TypeAlias = tuple[SaveJob, Callable[[Outcome], None], Callable[[], None] | None]
+
+
 class Writer:
     """Saves handed over one at a time are stored by threads of its own, all daemons at nice 19, which outlive whatever
     a save raises. Nothing here starts before the first `submit`."""
@@ -82,7 +86,7 @@ class Writer:
         # Guards the fields up to the blank line. Re-entrant by default, as it must be: a signal handler may close the
         # checkpointer while the thread it interrupted is in here.
         self._changed = threading.Condition()
-        self._next: tuple[SaveJob, Callable[[Outcome], None]] | None = None
+        self._next: _Work | None = None
         self._busy = False
         self._delivering = False
         self._handed_in = False
@@ -136,8 +140,11 @@ class Writer:
                 self._held = Held(reference, bytearray(b"\1") * pieces)
             self._unseen = None
 
-    def submit(self, job: SaveJob, done: Callable[[Outcome], None]) -> None:
-        """Hand a save over and return at once. `done` is called on the writer's thread, exactly once.
+    def submit(
+        self, job: SaveJob, done: Callable[[Outcome], None], ready: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
+        """Hand a save over and return at once. `done` is called on the writer's thread, exactly once. `ready` returns
+        when all of ``job.data`` is there, or raises; None: it is.
 
         Raises:
             RuntimeError: a save is in flight, or the writer was stopped.
@@ -151,7 +158,7 @@ class Writer:
             self._busy = True
             self._handed_in = False
             self._abandoned = None
-            self._next = (job, done)
+            self._next = (job, done, ready)
             self._changed.notify_all()
 
     def abandon(self, step: int) -> None:
@@ -197,8 +204,8 @@ class Writer:
     def _serve(self) -> None:
         background()
         while (work := self._take()) is not None:
-            job, done = work
-            outcome = self._outcome(job)
+            job, done, ready = work
+            outcome = self._outcome(job, ready)
             if isinstance(outcome, Failed):
                 _forget_frames(outcome.error)  # only now, because `_outcome` is one of them
             with self._changed:
@@ -211,23 +218,28 @@ class Writer:
             with self._changed:
                 self._delivering = False
                 self._changed.notify_all()
-            del work, job, done, outcome  # they hold the captured state, and this thread now sleeps
+            del work, job, done, ready, outcome  # they hold the captured state, and this thread now sleeps
         self._encoders.stop()
         self._uploaders.stop()
 
-    def _take(self) -> tuple[SaveJob, Callable[[Outcome], None]] | None:
+    def _take(self) -> _Work | None:
         """The next save, or None once the writer was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._stopped)
             work, self._next = self._next, None
             return work
 
-    def _outcome(self, job: SaveJob) -> Outcome:
+    def _outcome(self, job: SaveJob, ready: Callable[[], None] | None) -> Outcome:
         tally = Tally()
         # Made before anything can go wrong: a process out of memory may not be able to make it afterwards.
         text = f"step {job.id.step}, rank {job.rank}: saving failed, and there was no memory left to say how"
         last_resort = Failed(SaveFailed(text, step=job.id.step, stage="writer"), Report())
         try:
+            if ready is not None:
+                tally.stage = "capture"
+                mark = time.perf_counter()
+                ready()
+                tally.spend("capture", time.perf_counter() - mark)
             return self._save(job, tally)
         except BaseException as error:  # whatever it is, the next save must work (MemoryError, a crash in a test)
             try:

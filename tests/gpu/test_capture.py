@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import ckpt
 from ckpt.checksums import BLOCK, SMALL, checksum, checksums
+from ckpt.errors import SaveFailed
 from ckpt.format.layout import lay_out
 from ckpt.format.shards import DTYPES
 from ckpt.mirror.slots import Slots
 from ckpt.saving.capture import Capturer
+from ckpt.saving.overlap import Copying
+from storage_backends.memory import MemoryStore
 from tests.ckpt.saving.test_capture import flat_of_tensors, random_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,6 +67,76 @@ def test_what_changes_on_the_device_after_take_is_not_in_the_buffer() -> None:
         for region in layout.regions:
             span = slot[region.start : region.start + region.nbytes]
             assert (torch.from_numpy(span).view(torch.float32) == value).all()
+
+
+def stepped_state() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Large and small tensors on the device, of which every other one is an optimizer's."""
+    tensors = {}
+    for n in range(6):
+        tensors[f"large{n}"] = torch.zeros(16 << 20, device="cuda")
+        tensors[f"small{n}"] = torch.zeros(100, device="cuda")
+    return tensors, list(tensors.values())
+
+
+def test_overlapped_copies_hold_what_was_there_and_the_host_does_not_wait() -> None:
+    """B1: a spinning kernel keeps the device busy while `begin` returns."""
+    tensors, everything = stepped_state()
+    flat = replace(flat_of_tensors(tensors), stepped=frozenset(p for p in tensors if int(p[-1]) % 2))
+    layout = lay_out(live.shard for live in flat.shards)
+    slot = Slots(layout.nbytes).free(None)
+    capturer = Capturer(layout)
+    capturer.take(flat, slot)  # views are made and pages locked
+    for value in (1.0, 2.0):
+        for tensor in everything:
+            tensor.fill_(value)
+        torch.cuda._sleep(500_000_000)
+        busy = torch.cuda.current_stream().record_event()
+        whole: list[bool] = []
+        copying = Copying(1, [capturer.begin(flat, slot)], lambda: whole.append(True))
+        assert not busy.query(), "begin() waited for the device"
+        for path, tensor in tensors.items():
+            if path not in flat.stepped:
+                tensor.fill_(9.0)  # by the next forward, say
+        copying.hold_back()
+        assert not busy.query(), "hold_back() waited for the device"
+        for tensor in everything:
+            tensor.fill_(9.0)
+        copying.run()
+        copying.wait()
+        assert whole == [True]
+        assert (torch.from_numpy(slot[: layout.nbytes]).view(torch.float32) == value).all()
+
+
+def test_an_edit_on_the_device_outside_of_a_step_fails_the_save() -> None:
+    tensors, _ = stepped_state()
+    flat = replace(flat_of_tensors(tensors), stepped=frozenset(tensors))
+    layout = lay_out(live.shard for live in flat.shards)
+    slot = Slots(layout.nbytes).free(None)
+    copying = Copying(1, [Capturer(layout).begin(flat, slot)], lambda: None)
+    tensors["large1"].add_(1.0)
+    copying.hold_back()
+    copying.run()
+    with pytest.raises(SaveFailed, match="large1 was changed"):
+        copying.wait()
+
+
+def test_a_training_on_the_device_saves_each_state_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 4096), torch.nn.BatchNorm1d(4096), torch.nn.Linear(4096, 512)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    store, states = MemoryStore(), {}
+    with ckpt.Checkpointer(store, {"model": model, "optimizer": optimizer}, capture="overlap") as saver:
+        for step in range(1, 9):
+            model(torch.randn(8, 512, device="cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states[step] = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+            saver.save(step)
+    for step, expected in states.items():
+        found = ckpt.load(store, step, names="model.*")
+        assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in expected.items())
 
 
 def test_checksums_come_out_the_same_on_every_device() -> None:

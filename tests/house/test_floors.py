@@ -51,6 +51,7 @@ TORCH = {
     "recovery.place",
     "recovery.restore",
     "ckpt.saving.capture",
+    "ckpt.saving.overlap",
     "ckpt.saving.sharing",
     "ckpt.saving.taking",
     "ckpt.data",
