@@ -71,7 +71,8 @@ def main() -> int:
     python = install()
     if Path(sys.prefix).resolve() != (RESULTS / "peers").resolve():
         environment = os.environ | {"PYTHONPATH": str(REPO)}
-        return subprocess.run(XX=environment, cwd=REPO).returncode
+        again = [python, "-m", "scripts.bench_peers", *sys.argv[1:]]
+        return subprocess.run(again, env=environment, cwd=REPO, check=False).returncode
     return measure(options)
 
 
@@ -245,7 +246,7 @@ def _stretch(load: Any, peer: Any, every: int, step: int) -> float:
 
 
 def _memory(size: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """MB beyond the live state, at the peak of three saves and of a restore, each contestant in a process of its own."""
+    """MB beyond the live state, at the peak of three saves and of a restore, each contestant in its own process."""
     found = {}
     for name in names:
         command = [sys.executable, "-m", "scripts.peer_memory", name, str(size)]
