@@ -25,6 +25,7 @@ VERBS = {
     "unpin": "ckpt.cli.unpin",
     "mirrors": "ckpt.cli.mirrors",
     "plan": "ckpt.cli.plan",
+    "report": "ckpt.cli.report",
     "export": "ckpt.cli.export",
     "import": "ckpt.cli.import_",
 }

@@ -16,7 +16,6 @@ from ckpt.cli.screen import (
     bytes_text,
     count,
     cut,
-    natural,
     open_url,
     print_json,
     print_table,
@@ -26,6 +25,7 @@ from ckpt.cli.spelling import jsonable, value_text
 from recovery.compare import Difference, Form, LeafChange, Verdict
 from recovery.compare_values import ValueChange
 from recovery.looking import History
+from recovery.paths import natural
 
 VALUE_WIDTH = 60
 """Characters of each of two values; --json has all of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -132,11 +131,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def natural(path: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(int(word) if word.isdecimal() else 0, word) for word in re.split(r"([0-9]+)", path)]
 
 
 def cut(text: str, limit: int) -> str:

@@ -18,7 +18,6 @@ from ckpt.cli.screen import (
     cut,
     find_any,
     metrics_text,
-    natural,
     open_url,
     pins_of,
     print_json,
@@ -29,6 +28,7 @@ from ckpt.cli.spelling import jsonable, value_text
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow
 from ckpt.format.values import decode, flat
 from ckpt.history.catalog import read_history
+from recovery.paths import natural
 from recovery.read import following, read_parts
 
 VALUE_WIDTH = 120

@@ -10,10 +10,11 @@ them.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,11 +33,14 @@ from ckpt.format.manifest import (
     chunk_digest,
     digest64,
     digest128,
+    read_part,
     seal,
+    unseal,
     write_part,
 )
 from ckpt.format.names import STORE_KEY, PackName, PartName, RunId, SnapshotId, SnapshotName, run_key
 from ckpt.format.pack import PackBuilder
+from ckpt.format.parts import encode_part
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, whole
 from ckpt.history.clock import SystemClock
 from ckpt.saving.job import Failed, Outcome, SaveJob
@@ -266,6 +270,24 @@ def make_store(
     writer = DirectWriter(store, **settings)
     writer.begin()
     return [writer.step(10 * (n + 1), state, values=values) for n, state in enumerate(states)]
+
+
+def repeated(store: Store, id_: SnapshotId, steps: Iterable[int]) -> None:
+    """The same state again at these steps, as saves that stored nothing: a long history in a short time."""
+    key = SnapshotName(id_).key
+    snapshot = unseal(store.get(key), Snapshot, key=key)
+    parts = [read_part(store.get(ref.key), key=ref.key) for ref in snapshot.parts]
+    for step in steps:
+        refs = []
+        for part in parts:
+            data = encode_part(msgspec.structs.replace(part, step=step, stored={}))
+            name = PartName(SnapshotId(id_.run, step), part.rank).key
+            store.put(name, data)
+            refs.append(PartRef(name, len(data), digest128(data)))
+        again = msgspec.structs.replace(
+            snapshot, step=step, parts=tuple(refs), totals=Totals(0, snapshot.totals.size, {})
+        )
+        store.put(SnapshotName(again.id).key, seal(again))
 
 
 def written_store(
