@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckpt.format.shards import DEFAULT_CHUNK, SMALL_LEAF
+from ckpt.format.shards import DEFAULT_CHUNK, MAX_CHUNK, SMALL_LEAF
 
 Duration = str | float | int
 Size = str | int
@@ -86,7 +86,7 @@ class Options:
         if not self.restore_amplification >= 1:
             raise ValueError(f"restore_amplification={self.restore_amplification!r}: expected a number of at least 1")
         chunk = size(self.chunk)
-        if chunk & (chunk - 1) or not SMALL_LEAF <= chunk <= 16 << 20:
+        if chunk & (chunk - 1) or not SMALL_LEAF <= chunk <= MAX_CHUNK:
             raise ValueError(f"chunk={self.chunk!r}: expected a power of two from 4KiB to 16MiB")
         if self.replica_check < 0:
             raise ValueError(f"replica_check={self.replica_check!r}: expected 0 (never) or a number of saves")

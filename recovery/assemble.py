@@ -133,11 +133,12 @@ def plan_chunks(parts: Mapping[int, Part], wanted: Sequence[Wanted]) -> ReadPlan
 
 
 def _not_held(parts: Mapping[int, Part], want: Wanted, problem: str) -> DamagedError:
-    leaf, step = want.shard.leaf.path, next((part.id.step for part in parts.values()), None)
+    leaf, first = want.shard.leaf.path, next(iter(parts.values()), None)
+    step = None if first is None else first.step
     return DamagedError(
         f"step {step}, {leaf} {want.shard.box}: expected exactly once in the parts of ranks {sorted(parts)}, found: "
         f"{problem}; run 'ckpt verify'",
-        key="",
+        key="" if first is None else PartName(first.id, first.rank, first.revision).key,
         step=step,
         rank=want.rank,
         leaf=leaf,

@@ -47,7 +47,7 @@ from ckpt.format.names import (
     parts_prefix,
     pin_key,
 )
-from ckpt.format.pack import PACK_LIMIT, TEXT_BOUND, PackBuilder, PackedBlob, read_header
+from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, TEXT_BOUND, PackBuilder, PackedBlob, read_header
 from ckpt.format.parts import encode_part
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DTYPES, whole
@@ -308,7 +308,7 @@ class _Work:
         """What a pack says of its blobs, by where they start."""
         length = int.from_bytes(self._store.get_range(key, 0, 8), "little")
         try:
-            if length > size - 8:
+            if length > min(size - 8, MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in {size}")
             return {blob.start: blob for blob in read_header(self._store.get_range(key, 0, 8 + length), size)}
         except ValueError as error:

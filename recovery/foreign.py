@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import reprlib
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,6 +135,30 @@ def read_rest(text: str, file: os.PathLike[str]) -> Rest:
     except (msgspec.MsgspecError, ValueError) as error:
         raise Refused(f"{file}: its entry {STATE!r} cannot be decoded: {error}") from error
     return rest
+
+
+def sibling(folder: Path, name: str) -> Path:
+    """The file that an index in `folder` names: one of that folder's own, and nothing else.
+
+    Raises:
+        Refused: a path, or a name that no file has.
+    """
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+        raise Refused(f"{folder}: a file named {reprlib.repr(name)}, which is not in its own folder")
+    return folder / name
+
+
+def plain_size(file: Path) -> int:
+    """Bytes of a plain file. A fifo would keep whoever opens it waiting, and a device has no end.
+
+    Raises:
+        Refused: it is something else.
+        OSError: it is not there.
+    """
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Refused(f"{file}: not a plain file")
+    return status.st_size
 
 
 def files_in(folder: Path, pattern: str) -> Iterator[Path]:

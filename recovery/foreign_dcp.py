@@ -7,6 +7,7 @@ says: that is parsed as data (`foreign_records`), and every piece is opened as w
 from __future__ import annotations
 
 import io
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +30,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt.format.shards import DTYPES, Box, Leaf, Shard, uncovered, whole
+from ckpt.format.shards import DTYPES, MAX_DIMS, Box, Leaf, Shard, uncovered, whole
 from ckpt.format.values import encode
 from recovery.assemble import Wanted
-from recovery.foreign import Arrival, Incoming, Refused, read_rest
-from recovery.foreign_records import Made, read_record
+from recovery.foreign import Arrival, Incoming, Refused, plain_size, read_rest, sibling
+from recovery.foreign_records import MAX_RECORD, Made, read_record
 from recovery.foreign_torch import bytes_of, plain, read_one, stored_tensor
 from recovery.outward import STATE, Export, landing
 
@@ -157,6 +158,8 @@ def read_dcp(source: Path) -> Arrival:
         Refused: it is not one, is not whole, or holds what cannot be taken in.
     """
     try:
+        if (size := plain_size(source / METADATA)) > MAX_RECORD:
+            raise Refused(f"{source / METADATA}: {size} bytes of metadata; expected at most {MAX_RECORD}")
         record = read_record((source / METADATA).read_bytes())
     except OSError as error:
         raise Refused(f"{source}: no checkpoint of torch.distributed: {error}") from error
@@ -166,8 +169,11 @@ def read_dcp(source: Path) -> Arrival:
         entries = dict(record["state_dict_metadata"])
         places = {(index["fqn"], _size(index.get("offset"))): _place(source, info) for index, info in _pairs(record)}
         tensors = {str(n): _tensor(e) for n, e in entries.items() if e.name.endswith(".TensorStorageMetadata")}
+    except Refused:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise Refused(f"{source / METADATA}: not as torch.distributed.checkpoint writes it: {error!r}") from error
+        what = reprlib.repr(error)
+        raise Refused(f"{source / METADATA}: not as torch.distributed.checkpoint writes it: {what}") from error
     found = [
         one for name, (dtype, shape, boxes) in tensors.items() for one in _boxes(name, dtype, shape, boxes, places)
     ]
@@ -195,23 +201,24 @@ def _size(made: Made | None) -> tuple[int, ...] | None:
         return None
     (numbers,) = made.args
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"a size of {numbers!r}")
+        raise ValueError(f"a size of {reprlib.repr(numbers)}")
     return tuple(numbers)
 
 
 def _shape(made: Made) -> tuple[int, ...]:
     found = _size(made)
-    assert found is not None
+    if found is None or len(found) > MAX_DIMS:
+        raise ValueError(f"a shape of {reprlib.repr(found)}")
     return found
 
 
 def _place(source: Path, info: Made) -> _Place:
     name, offset, length = info["relative_path"], info["offset"], info["length"]
-    if Path(name).name != name or min(offset, length) < 0:
-        raise ValueError(f"a piece in {name!r}")
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+        raise ValueError(f"a piece at {reprlib.repr(offset)} of {reprlib.repr(length)} bytes")
     if info.get("transform_descriptors"):
-        raise ValueError(f"{name} is written by an extension: {info['transform_descriptors']}")
-    return _Place(source / name, int(offset), int(length))
+        raise ValueError(f"{name} is written by an extension: {reprlib.repr(info['transform_descriptors'])}")
+    return _Place(sibling(source, name), offset, length)
 
 
 def _tensor(entry: Made) -> tuple[str, tuple[int, ...], list[Box]]:
@@ -248,6 +255,7 @@ def _boxes(
 
 def _open(place: _Place, name: str) -> Any:
     try:
+        plain_size(place.file)
         with place.file.open("rb") as file:
             return read_one(_Window(file, place.offset, place.length), place.file, name)
     except OSError as error:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from recovery.foreign import Refused
 
-MAX_MEMORY = 1 << 28
+MAX_RECORD = 1 << 28
 """Bytes of the longest such file that is read."""
 
 
@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 def read_record(data: bytes) -> Any:
     """Play it. Raises Refused for anything that is not one whole record."""
-    if len(data) > MAX_MEMORY:
-        raise Refused(f"{len(data)} bytes of metadata; expected at most {MAX_MEMORY}")
+    if len(data) > MAX_RECORD:
+        raise Refused(f"{len(data)} bytes of metadata; expected at most {MAX_RECORD}")
     try:
         return _Machine(data).run()
     except (IndexError, KeyError, TypeError, ValueError, struct.error, AttributeError, RecursionError) as error:
@@ -137,13 +137,13 @@ class _Machine:
                     _as(self.stack[-1], list).extend(more)
                 case b"\x90":
                     found = self.since_mark()
-                    _as(self.stack[-1], set).update(found)
+                    _as(self.stack[-1], set).update(map(_key, found))
                 case b"s":
                     value, key = pop(), pop()
-                    _as(self.stack[-1], dict)[key] = value
+                    _as(self.stack[-1], dict)[_key(key)] = value
                 case b"u":
                     pairs = self.since_mark()
-                    _as(self.stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+                    _as(self.stack[-1], dict).update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
                 case b"\x94":
                     self.memo[len(self.memo)] = self.stack[-1]
                 case b"q" | b"r":
@@ -168,4 +168,14 @@ class _Machine:
 def _as(value: Any, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} should be")
+    return value
+
+
+def _key(value: Any) -> Any:
+    """What may be hashed at once. A tuple of tuples that hold each other twice, forty deep, is a hundred bytes here and
+    a hash that does not end in a lifetime."""
+    if isinstance(value, tuple):
+        for item in value:
+            if isinstance(item, tuple):
+                raise TypeError("a tuple of tuples as a key")
     return value

@@ -7,15 +7,15 @@ tied tensor is written once; its other names stand in the header's metadata, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ckpt.format.shards import DTYPES
-from recovery.foreign import Arrival, Incoming, Refused, files_in, incoming, read_rest
+from ckpt.format.shards import DTYPES, MAX_DIMS
+from recovery.foreign import Arrival, Incoming, Refused, files_in, incoming, plain_size, read_rest, sibling
 from recovery.outward import STATE, Export, Outgoing, Rest, landing
 
 LIMIT = 5_000_000_000
@@ -151,14 +151,12 @@ def _files(source: Path) -> Iterator[Path]:
     except (OSError, msgspec.MsgspecError) as error:
         raise Refused(f"{source}: not an index of safetensors files: {error}") from error
     for name in sorted(names):
-        if Path(name).name != name:
-            raise Refused(f"{source}: names {name!r}, which is not in its own folder")
-        yield source.parent / name
+        yield sibling(source.parent, name)
 
 
 def _read_header(file: Path) -> tuple[dict[str, str], list[Incoming]]:
     try:
-        size = file.stat().st_size
+        size = plain_size(file)
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
@@ -166,15 +164,30 @@ def _read_header(file: Path) -> tuple[dict[str, str], list[Incoming]]:
             raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(text, type=_Entry) for name, text in raw.items()}
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Refused(f"{file}: not a safetensors file: {error}") from error
+    _check_apart(file, entries)
     found = []
     for name, entry in entries.items():
         dtype = _DTYPES.get(entry.dtype)
         start, stop = entry.data_offsets
         if dtype is None:
             raise Refused(f"{file}: {name} is of dtype {entry.dtype}, which is not known here")
+        if len(entry.shape) > MAX_DIMS:
+            raise Refused(f"{file}: {name} has {len(entry.shape)} dimensions; expected at most {MAX_DIMS}")
         if stop - start != math.prod(entry.shape) * DTYPES[dtype].size or 8 + length + stop > size:
             raise Refused(f"{file}: {name} does not fit: {entry}, in a file of {size} bytes")
         found.append(incoming(name, dtype, entry.shape, file, 8 + length + start))
     return metadata, found
+
+
+def _check_apart(file: Path, entries: Mapping[str, _Entry]) -> None:
+    """Refuse tensors that share bytes: a small file could stand for any amount of state. Tied tensors are written once
+    and named in the metadata."""
+    end, before = 0, ""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if start < end and stop > start:
+            raise Refused(f"{file}: {name} at bytes {start}:{stop} overlaps {before}, which ends at {end}")
+        if stop > end:
+            end, before = stop, name

@@ -21,7 +21,7 @@ from ckpt.format.shards import DTYPES, Leaf, Shard, whole
 from ckpt.format.values import Ref, encode
 from ckpt.leaves.tensors import Found
 from ckpt.leaves.tree import walk
-from recovery.foreign import Arrival, Incoming, Refused, read_rest
+from recovery.foreign import Arrival, Incoming, Refused, plain_size, read_rest
 from recovery.outward import STATE, Export, landing
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -80,6 +80,7 @@ def read_torch(source: Path) -> Arrival:
         Refused: it names code, is of the old format, is cut short, or holds tensors that cannot be taken in.
     """
     try:
+        plain_size(source)
         with source.open("rb") as file:
             content = _outline(file, source)
     except OSError as error:
@@ -117,6 +118,11 @@ def _outline(file: IO[bytes] | io.RawIOBase, source: Path, what: str = "") -> An
         with zipfile.ZipFile(
             cast(IO[bytes], file)
         ) as archive:  # the old format is no zip; its tensors have no place of their own
+            for entry in archive.infolist():
+                # torch packs nothing, and makes room for what an entry claims: a bomb would be one that is packed.
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                    claim = f"{entry.file_size} bytes packed into {entry.compress_size}"
+                    raise Refused(f"{told}: {entry.filename[:80]!r} is {claim}; torch.save packs nothing")
             order = next((n for n in archive.namelist() if n.rpartition("/")[2] == "byteorder"), None)
             if order is not None and archive.read(order) != b"little":
                 raise Refused(f"{told}: big-endian; save it again on a little-endian machine")

@@ -27,8 +27,8 @@ from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.choose import Skipped, choose, exhausted
 from recovery.parallel import THREADS
-from recovery.place import Seat, stored_value
-from recovery.read import OpenSnapshot, Pruned, following, read_parts
+from recovery.place import Seat
+from recovery.read import OpenSnapshot, Pruned, following, read_parts, stored_value
 from recovery.report import Restored
 from recovery.restore import restore_seat
 from recovery.shards import MEMORY, read_shards

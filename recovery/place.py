@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 
 from ckpt.errors import DamagedError, LayoutMismatch
 from ckpt.format.manifest import Part
 from ckpt.format.shards import Box, Leaf, Shard
-from ckpt.format.values import decode
 from ckpt.leaves import Stored
 from ckpt.random_states import derived_states
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
+from recovery.read import stored_value
 
 log = logging.getLogger("ckpt")
 
@@ -183,22 +182,6 @@ def _random_states(parts: Mapping[int, Part], seat: Seat) -> Any:
     run = parts[min(parts)].run
     log.warning("rank %d is new: its random states are derived from run %s and its number", seat.rank, run)
     return derived_states(run, seat.rank)
-
-
-def stored_value(part: Part, name: str) -> Any:
-    """One top-level value of a part, decoded. Raises DamagedError."""
-    try:
-        return decode(part.values.get(name, msgspec.Raw(b"null")))
-    except ValueError as error:
-        raise DamagedError(
-            f"step {part.id.step}, rank {part.rank}: value {name!r} cannot be decoded: {error}; run 'ckpt verify'",
-            key="",
-            step=part.id.step,
-            rank=part.rank,
-            leaf=name,
-            expected="a tagged value",
-            found=str(error),
-        ) from error
 
 
 def _per_rank_differ(path: str) -> LayoutMismatch:

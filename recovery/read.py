@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from ckpt.errors import CheckpointError, DamagedError
 from ckpt.format.manifest import Part, PartRef, Snapshot, read_part, unseal
 from ckpt.format.names import SNAPSHOTS, PartName, SnapshotId, SnapshotName
+from ckpt.format.values import decode
 from recovery.parallel import THREADS, in_threads
 from storage_backends.base import NotFound, Store
 
@@ -137,6 +140,23 @@ def check_part(data: bytes, snapshot: Snapshot, rank: int) -> Part:
             found=str(found),
         )
     return part
+
+
+def stored_value(part: Part, name: str) -> Any:
+    """One top-level value of a part, decoded. Raises DamagedError."""
+    try:
+        return decode(part.values.get(name, msgspec.Raw(b"null")))
+    except ValueError as error:
+        raise DamagedError(
+            f"step {part.id.step}, rank {part.rank}: value {name!r} cannot be decoded: expected a tagged value, found "
+            f"{error}; run 'ckpt verify'",
+            key=PartName(part.id, part.rank, part.revision).key,
+            step=part.id.step,
+            rank=part.rank,
+            leaf=name,
+            expected="a tagged value",
+            found=str(error),
+        ) from error
 
 
 def read_parts(

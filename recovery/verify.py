@@ -19,6 +19,7 @@ import zstandard
 
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import (
+    MAX_DOCUMENT,
     Blob,
     Part,
     PartRef,
@@ -52,14 +53,20 @@ from recovery.deep import chains, check_chains, pack_problem, pieces
 from recovery.fetch import fetch
 from recovery.findings import Finding, Trouble, of_error
 from recovery.parallel import THREADS, in_threads
-from recovery.read import Missing, OpenSnapshot, Pruned, check_part, check_snapshot, open_snapshot, read_part_bytes
+from recovery.read import (
+    Missing,
+    OpenSnapshot,
+    Pruned,
+    check_part,
+    check_snapshot,
+    open_snapshot,
+    read_part_bytes,
+    stored_value,
+)
 from recovery.shards import MEMORY
 from storage_backends.base import NotFound, Store
 
 __all__ = ["Finding", "verify"]
-
-MAX_DOCUMENT = 64 << 20
-"""Bytes of the largest sealed document that is read; a larger one is damage."""
 
 
 def verify(
@@ -233,7 +240,10 @@ class _Check:
     def _part(self, opened: OpenSnapshot, rank: int) -> Part | Finding:
         ref = opened.snapshot.parts[rank]
         try:
-            return check_part(read_part_bytes(self.store, opened.snapshot, rank), opened.snapshot, rank)
+            part = check_part(read_part_bytes(self.store, opened.snapshot, rank), opened.snapshot, rank)
+            for name in part.values:
+                stored_value(part, name)
+            return part
         except Missing as error:
             text = f"{opened.key} is debris: {error}"
             return Finding("error", ref.key, opened.id.step, rank, None, text, (opened.id.step,))

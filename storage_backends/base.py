@@ -94,6 +94,10 @@ class Store(Protocol):
         ...
 
 
+MAX_WHOLE = 1 << 30
+"""Bytes of the largest object that is read whole: a part. Nothing is ever put that is larger, but a file that somebody
+laid there may claim any length, for nothing (a sparse one)."""
+
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 MAX_KEY = 512
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from storage_backends.base import (
+    MAX_WHOLE,
     Buffer,
     Entry,
     NotFound,
@@ -85,6 +86,9 @@ class LocalStore:
     def get(self, key: str) -> bytes:
         check_key(key, store=self.url)
         with self._explaining("get", key), self._object(key) as (file, size):
+            if size > MAX_WHOLE:
+                message = f"{self.url}: {key} has {size} bytes, and no object of ours has more than {MAX_WHOLE}"
+                raise Refused(f"{message}; it is not one of ours: look at it, and remove it", store=self.url, key=key)
             return self._read(file, key, 0, size)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:

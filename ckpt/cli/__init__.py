@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (CheckpointError, StorageError, ValueError) as error:
-        print(f"ckpt: {error}", file=sys.stderr)
+        from ckpt.cli.screen import warn  # what went wrong may name what a store says
+
+        warn(str(error))
         return 2
     except KeyboardInterrupt:  # while loading
         return INTERRUPTED

@@ -8,7 +8,7 @@ from typing import Annotated, assert_never
 
 import typer
 
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, warn
+from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, printable, warn
 from ckpt.history.catalog import find, read_history
 from ckpt.options import size
 from recovery.outward import Export, open_export
@@ -65,7 +65,7 @@ def command(
         )
         return
     tensors = count(len(export.tensors), "tensor")
-    print(f"step {id_.step}: {tensors}, {bytes_text(export.nbytes)}, in {', '.join(map(str, files))}")
+    print(printable(f"step {id_.step}: {tensors}, {bytes_text(export.nbytes)}, in {', '.join(map(str, files))}"))
     if left_out:
         shown = ", ".join(left_out[:5]) + (" …" if len(left_out) > 5 else "")
         for_us = "; 'ckpt import' finds them all the same" if export.rest is not None else ""

@@ -27,7 +27,7 @@ from ckpt.format.documents import (
     parse_snapshot,
     snapshot_id,
 )
-from ckpt.format.names import SnapshotId
+from ckpt.format.names import PackName, PartName, SnapshotId
 from ckpt.format.parts import (
     MAX_PART,
     Blob,
@@ -46,6 +46,7 @@ from ckpt.format.parts import (
 
 __all__ = [
     "FORMAT",
+    "MAX_DOCUMENT",
     "MAX_PART",
     "Alive",
     "Blob",
@@ -81,6 +82,9 @@ __all__ = [
     "write_part",
 ]
 
+MAX_DOCUMENT = 64 << 20
+"""Bytes of the largest sealed document that is read; a larger one is damage, and must not fill our memory."""
+
 # --- sealed documents --------------------------------------------------------------------------------------------
 
 
@@ -109,6 +113,23 @@ class Snapshot(Struct, frozen=True, omit_defaults=True):
     time: float | None
     blocked: float | None = None
     durable: Durable | None = None
+
+    def __post_init__(self) -> None:
+        """Checked wherever one is read, because a prune removes what a snapshot that goes has named: a document must
+        not be able to name a pin, another snapshot, or anything that is no part or pack.
+
+        Raises:
+            ValueError: told as damage by `unseal`.
+        """
+        if len(self.parts) != self.world_size:
+            raise ValueError(f"{len(self.parts)} parts of {self.world_size} ranks")
+        for rank, ref in enumerate(self.parts):
+            name = PartName.parse(ref.key)
+            if name is None or (str(name.id.run), name.id.step, name.rank) != (self.run, self.step, rank):
+                raise ValueError(f"part number {rank} is named {ref.key[:80]!r}")
+        for key, _ in self.packs:
+            if PackName.parse(key) is None:
+                raise ValueError(f"{key[:80]!r} is not the name of a pack")
 
     @property
     def id(self) -> SnapshotId:

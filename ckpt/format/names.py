@@ -11,13 +11,16 @@ RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES = (
 )  # fmt: skip
 
 _RUN = r"(?P<generation>\d{6})-(?P<nonce>[0-9a-f]{8})"
-_RUN_ID = re.compile(_RUN)
-_RUN_KEY = re.compile(rf"runs/{_RUN}\.json")
-_SNAPSHOT_ID = re.compile(rf"{_RUN}-(?P<step>\d{{12}})")
-_SNAPSHOT_KEY = re.compile(rf"snapshots/{_RUN}-(?P<step>\d{{12}})(\.r(?P<revision>\d+))?\.json")
-_PART_KEY = re.compile(rf"parts/{_RUN}/(?P<step>\d{{12}})/(?P<rank>\d{{5}})(\.r(?P<revision>\d+))?\.json\.zst")
+_REVISION = r"(\.r(?P<revision>[1-9]\d{0,17}))?"
+# ASCII, and no leading zeros: every object has one name, whoever spelt it (documents name parts and packs, too).
+_RUN_ID = re.compile(_RUN, re.ASCII)
+_RUN_KEY = re.compile(rf"runs/{_RUN}\.json", re.ASCII)
+_SNAPSHOT_ID = re.compile(rf"{_RUN}-(?P<step>\d{{12}})", re.ASCII)
+_SNAPSHOT_KEY = re.compile(rf"snapshots/{_RUN}-(?P<step>\d{{12}}){_REVISION}\.json", re.ASCII)
+_PART_KEY = re.compile(rf"parts/{_RUN}/(?P<step>\d{{12}})/(?P<rank>\d{{5}}){_REVISION}\.json\.zst", re.ASCII)
 _PACK_KEY = re.compile(
-    rf"packs/{_RUN}/(?P<step>\d{{12}})/(?P<rank>\d{{5}})-(?P<n>\d{{3,}})-(?P<digest>[0-9a-f]{{16}})\.safetensors"
+    rf"packs/{_RUN}/(?P<step>\d{{12}})/(?P<rank>\d{{5}})-(?P<n>\d{{3,18}})-(?P<digest>[0-9a-f]{{16}})\.safetensors",
+    re.ASCII,
 )
 _PIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 

@@ -26,12 +26,16 @@ from ckpt.format.documents import (
     digest128,
     snapshot_id,
 )
+from ckpt.format.frames import expand
 from ckpt.format.layout import Layout
-from ckpt.format.names import RunId, SnapshotId
-from ckpt.format.shards import DTYPES, Box, cut_count, whole
+from ckpt.format.names import PackName, RunId, SnapshotId
+from ckpt.format.shards import DTYPES, MAX_CHUNK, MAX_DIMS, Box, cut_count, whole
 
 MAX_PART = 1 << 30
 """A part that claims to decode to more bytes is damaged: nothing on a store makes us allocate without bound."""
+
+MAX_BLOB = 2 * MAX_CHUNK + 4096
+"""Bytes of the longest blob that is read: far more than any kind makes of the largest chunk."""
 
 
 # --- chunks as all floors pass them around -----------------------------------------------------------------------
@@ -310,15 +314,9 @@ def read_part(data: bytes, *, key: str, name: PartRef | None = None, breathe: Ca
         if (found := digest128(data)) != name.digest:
             raise damaged(key, f"digest {name.digest}", f"digest {found}")
     try:
-        size = zstandard.frame_content_size(data)
-        if not 0 <= size <= MAX_PART:
-            raise damaged(key, f"at most {MAX_PART} bytes of JSON", f"a frame that claims {size}")
-        decoder = zstandard.ZstdDecompressor().decompressobj()
-        text = decoder.decompress(data)
-        if len(text) != size or not decoder.eof or decoder.unused_data:
-            raise damaged(key, f"one zstd frame of {size} bytes", f"{len(text)} bytes, or bytes after the frame")
-    except zstandard.ZstdError as error:
-        raise damaged(key, "a zstd frame", str(error)) from error
+        text = expand(data, MAX_PART)
+    except ValueError as error:
+        raise damaged(key, "one zstd frame of JSON", str(error)) from error
     outline = decode(text, _Outline, key)
     breathe()
     fields = {field: getattr(outline, field) for field in Part.__struct_fields__}
@@ -348,8 +346,15 @@ def _rows(raw: Sequence[Raw], kind: type[T], key: str, breathe: Callable[[], Non
 def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
     if part.rank >= part.world_size:
         yield f"rank {part.rank} of world size {part.world_size}"
+    if part.chunk > MAX_CHUNK:
+        yield f"chunks of {part.chunk} bytes, and none has more than {MAX_CHUNK}"
+    for key, _ in part.packs:
+        if PackName.parse(key) is None:
+            yield f"a pack named {key[:80]!r}, which is no name of one"
+    if beyond := [rank for rank in part.others if rank >= part.world_size]:
+        yield f"rank {beyond[0]} among the others of a world of {part.world_size}"
 
-    def chunk_problems(what: str, chunks: Sequence[ChunkRow], expected: int) -> Iterator[str]:
+    def chunk_problems(what: str, dtype: str, chunks: Sequence[ChunkRow], expected: int) -> Iterator[str]:
         if len(chunks) != expected:
             yield f"{what}: {len(chunks)} chunks where its box has {expected}"
         for c in chunks:
@@ -357,7 +362,11 @@ def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
                 yield f"{what}: a chunk without blobs"
             if c.of is not None and (len(c.of[0]) != len(c.of[1]) or Box(*c.of).empty):
                 yield f"{what}: blobs that decode to {c.of}, which is no box"
+            elif c.of is not None and Box(*c.of).numel * DTYPES[dtype].size > MAX_CHUNK:
+                yield f"{what}: blobs that decode to {c.of}, more than {MAX_CHUNK} bytes"
             for b in c.blobs:
+                if b.stop - b.start > MAX_BLOB:
+                    yield f"{what}: a blob of {b.stop - b.start} bytes"
                 if b.pack >= len(part.packs) or not b.start < b.stop <= part.packs[b.pack][1]:
                     yield f"{what}: blob {b.start}:{b.stop} of pack number {b.pack} does not exist"
 
@@ -368,10 +377,13 @@ def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
             continue
         shape = (bundle.length,)
         count = cut_count(shape, whole(shape), DTYPES[bundle.dtype].size, part.chunk)
-        yield from chunk_problems(what, bundle.chunks, count)
+        yield from chunk_problems(what, bundle.dtype, bundle.chunks, count)
     for row in part.shards:
         if row.dtype not in DTYPES:
             yield f"{row.leaf}: unknown dtype {row.dtype}"
+            continue
+        if len(row.shape) > MAX_DIMS:
+            yield f"{row.leaf}: {len(row.shape)} dimensions, and no tensor has more than {MAX_DIMS}"
             continue
         box = row.as_box
         if not box.within(row.shape):
@@ -387,5 +399,5 @@ def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
                 yield f"{row.leaf}: both bundled and with chunks"
         else:
             count = cut_count(row.shape, box, DTYPES[row.dtype].size, part.chunk)
-            yield from chunk_problems(row.leaf, row.chunks, count)
+            yield from chunk_problems(row.leaf, row.dtype, row.chunks, count)
         breathe()

@@ -14,6 +14,12 @@ from typing import Literal
 DEFAULT_CHUNK = 512 * 1024
 """Bytes per chunk; measured best for speed and size together (FACTS.md §2)."""
 
+MAX_CHUNK = 16 << 20
+"""The largest chunk size there is: whoever rebuilds one chunk allocates no more."""
+
+MAX_DIMS = 64
+"""Dimensions of a tensor, as many as numpy has."""
+
 SMALL_LEAF = 4096
 """Leaves whose global size in bytes is below this share chunks (a bundle) with others of their class and dtype."""
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 from ckpt.errors import DamagedError, NoSnapshot
-from ckpt.format.manifest import PinDoc, RunDoc, Snapshot, parse_snapshot, unseal
+from ckpt.format.manifest import MAX_DOCUMENT, PinDoc, RunDoc, Snapshot, parse_snapshot, unseal
 from ckpt.format.names import (
     PACKS,
     PARTS,
@@ -35,9 +35,6 @@ from ckpt.format.names import (
 )
 from ckpt.history.reading import THREADS, read_many
 from storage_backends.base import Entry, NotFound, Refused, Store
-
-MAX_DOCUMENT = 64 << 20
-"""Bytes of the largest document that is read; a larger one is damage, and must not fill our memory."""
 
 
 @dataclass(frozen=True, slots=True)

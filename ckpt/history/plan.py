@@ -107,6 +107,7 @@ def decide(
         | {e.key for id_ in gone for e in objects.parts.get(id_, ())}
     )
     released = released.union(*(_released_by(doc, history) for doc in unfinished)) - named
+    released -= {e.key for id_ in _in_the_making(history, objects) - gone for e in objects.of(id_)}
     taken = old | {e.key for id_ in gone for e in objects.documents.get(id_, ())} | (released & history.entries.keys())
 
     leftovers: list[SnapshotId] = []
@@ -147,6 +148,20 @@ def decide(
         kept=kept,
         notes=tuple(notes),
     )
+
+
+def _in_the_making(history: History, objects: _Objects) -> set[SnapshotId]:
+    """Steps that the newest run may still commit. No snapshot, and no prune before, has a say in what they need, so
+    whatever names one of their parts or packs does not release it."""
+    newest_run = max(history.runs, default=None)
+    top: dict[RunId, int] = {}
+    for id_ in history.snapshots:
+        top[id_.run] = max(id_.step, top.get(id_.run, -1))
+    return {
+        id_
+        for id_ in {*objects.parts, *objects.packs} - history.snapshots.keys()
+        if newest_run is not None and id_.run >= newest_run and id_.step > top.get(id_.run, -1)
+    }
 
 
 def without_announced(history: History, unfinished: Iterable[PruneDoc]) -> History:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
-from ckpt.format.manifest import FORMAT, PruneDoc, seal, unseal
+from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, PruneDoc, seal, unseal
 from ckpt.format.names import PACKS, PARTS, PRUNES, SnapshotId, SnapshotName, parts_prefix, prune_key
 from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import Clock, SystemClock
@@ -198,7 +198,13 @@ def _announcements(store: Store, threads: int, but: str | None = None) -> tuple[
     """Announcements that earlier prunes left (or that of one at work), and notes on those that cannot be read."""
     found: dict[str, PruneDoc] = {}
     notes: list[str] = []
-    for key, data in read_many(store, [e.key for e in store.list(PRUNES) if e.key != but], threads):
+    listed = [e for e in store.list(PRUNES) if e.key != but]
+    notes += [
+        f"{e.key}: {e.size} bytes, and no document has more than {MAX_DOCUMENT}; what it announced is not finished"
+        for e in listed
+        if e.size > MAX_DOCUMENT
+    ]
+    for key, data in read_many(store, [e.key for e in listed if e.size <= MAX_DOCUMENT], threads):
         if data is None:
             continue
         try:

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ckpt.errors import DamagedError, StoreInUse
-from ckpt.format.manifest import FORMAT, Alive, PruneDoc, RunDoc, StoreDoc, seal, unseal
+from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, Alive, PruneDoc, RunDoc, StoreDoc, seal, unseal
 from ckpt.format.names import (
     PACKS,
     PARTS,
@@ -49,6 +49,9 @@ INTERVAL = 10.0
 
 SILENT = 3
 """A run that does not beat for so many intervals is taken over."""
+
+MAX_GENERATION = 999_999
+"""What six digits hold. A job that restarts every minute gets there after two years."""
 
 _KIND = StoreDoc(FORMAT).kind
 
@@ -150,6 +153,14 @@ def open_run(
         if not waited:
             break
     run = RunId(1 + _largest_generation(store, newest), nonce())
+    if run.generation > MAX_GENERATION:
+        raise DamagedError(
+            f"{store.url}: expected generations up to {MAX_GENERATION}, found names of generation "
+            f"{run.generation - 1}: no run can follow it; remove these objects, or give another URL",
+            key=RUNS,
+            expected=f"at most {MAX_GENERATION}",
+            found=str(run.generation - 1),
+        )
     doc = RunDoc(
         format=FORMAT,
         run=str(run),
@@ -175,7 +186,10 @@ def in_use(store: Store, run: RunId, why: str) -> StoreInUse:
         text = f"{store.url}: {why}: run {run}, whose document cannot be read; give this job a URL of its own"
         return StoreInUse(text, run=str(run), host="?", pid=0, job=None, started=0.0)
     job = f"job {doc.job}" if doc.job else "no job id"
-    started = datetime.fromtimestamp(doc.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        started = datetime.fromtimestamp(doc.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        started = f"at {doc.started!r}, which is no time"
     text = (
         f"{store.url}: {why}: run {run} of host {doc.host}, pid {doc.pid}, {job}, started {started}; "
         "stop one of the two jobs, or give this one a URL of its own"
@@ -190,6 +204,9 @@ def claimed_by_prune(store: Store, id_: SnapshotId) -> bool:
     announces first and looks for claims then, so it may not have seen this one.
     """
     for entry in store.list(PRUNES):
+        if entry.size > MAX_DOCUMENT:
+            log.warning("%s: %d bytes, and no document has more than %d; ignored", entry.key, entry.size, MAX_DOCUMENT)
+            continue
         try:
             doc = unseal(store.get(entry.key), PruneDoc, key=entry.key)
         except NotFound:
@@ -289,16 +306,18 @@ def _dead(doc: RunDoc, who: Identity) -> bool:
 
 def _run_doc(store: Store, run: RunId) -> RunDoc | None:
     try:
-        return unseal(store.get(run_key(run)), RunDoc, key=run_key(run))
+        doc = unseal(store.get(run_key(run)), RunDoc, key=run_key(run))
     except (NotFound, DamagedError):
         return None
+    return doc if doc.run == str(run) else None  # another run's under this name says nothing of this one
 
 
 def _alive(store: Store, run: RunId) -> Alive | None:
     try:
-        return unseal(store.get(alive_key(run)), Alive, key=alive_key(run))
+        doc = unseal(store.get(alive_key(run)), Alive, key=alive_key(run))
     except (NotFound, DamagedError):
         return None
+    return doc if doc.run == str(run) else None
 
 
 def _largest_generation(store: Store, newest: RunId | None) -> int:

@@ -121,7 +121,8 @@ def torch_constant(name: TorchName) -> Any:
             except RuntimeError as e:
                 raise ValueError(f"torch has no device {name.text!r}") from e
         case kind:
-            constant = getattr(torch, name.text, None)
+            # Not getattr: torch imports some of its modules when they are asked for, and a value must not do that.
+            constant = vars(torch).get(name.text)
             if not isinstance(constant, getattr(torch, kind)):
                 raise ValueError(f"torch {torch.__version__} has no {kind} {name.text!r}")
             return constant

@@ -28,6 +28,7 @@ import zstandard
 from msgspec import Meta, Struct
 
 from ckpt.format.documents import Hex128, Natural, RunText, digest128, snapshot_id
+from ckpt.format.frames import expand
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard
 from ckpt.mirror.owners import Owner
@@ -223,15 +224,8 @@ def read_layout(fd: int, record: SlotRecord) -> tuple[Placed, ...]:
     if len(blob) != length or digest128(blob) != digest:
         raise ValueError(f"a layout that is not what its slot says: {len(blob)} of {length} bytes, expected {digest}")
     try:
-        size = zstandard.frame_content_size(blob)
-        if not 0 <= size <= MAX_LAYOUT_TEXT:
-            raise ValueError(f"a layout that claims {size} bytes")
-        decoder = zstandard.ZstdDecompressor().decompressobj()
-        text = decoder.decompress(blob)
-        if len(text) != size or not decoder.eof or decoder.unused_data:
-            raise ValueError(f"no layout: {len(text)} of {size} bytes, or bytes after the frame")
-        doc = msgspec.json.decode(text, type=_LayoutDoc)
-    except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        doc = msgspec.json.decode(expand(blob, MAX_LAYOUT_TEXT), type=_LayoutDoc)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"no layout: {error}") from error
     if doc.nbytes != record.nbytes:
         raise ValueError(f"a layout of {doc.nbytes} bytes in a slot of {record.nbytes}")

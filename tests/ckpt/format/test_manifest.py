@@ -34,12 +34,13 @@ from ckpt.format.manifest import (
     unseal,
     write_part,
 )
-from ckpt.format.names import RunId, SnapshotId
+from ckpt.format.names import PackName, PartName, RunId, SnapshotId
 from ckpt.format.shards import Box, Leaf, Shard, whole
 
 RUN = RunId(3, "0badcafe")
 KEY = "parts/000003-0badcafe/000000000020/00001.json.zst"
 CHUNK = 8192
+PACK_A, PACK_B = (PackName(SnapshotId(RUN, 20), 1, n, "0" * 16).key for n in (0, 1))
 
 
 def layout_of_two_leaves_and_scalars() -> Layout:
@@ -53,12 +54,12 @@ def layout_of_two_leaves_and_scalars() -> Layout:
 
 
 def table_of(layout: Layout) -> tuple[tuple[Chunk, ...], dict[str, int]]:
-    packs = {"packs/b.safetensors": 5000, "packs/a.safetensors": 90_000}
+    packs = {PACK_B: 5000, PACK_A: 90_000}
     chunks = []
     for i, piece in enumerate(layout.pieces):
-        blobs = (Blob("packs/a.safetensors", 100 * i, 100 * i + 60, 2, digest64(b"%d" % i)),)
+        blobs = (Blob(PACK_A, 100 * i, 100 * i + 60, 2, digest64(b"%d" % i)),)
         if i % 2:
-            blobs = (*blobs, Blob("packs/b.safetensors", 10 * i, 10 * i + 5, 5, digest64(b"d%d" % i)))
+            blobs = (*blobs, Blob(PACK_B, 10 * i, 10 * i + 5, 5, digest64(b"d%d" % i)))
         of = Box((0,) * len(piece.box.offsets), (50,) * len(piece.box.offsets)) if i % 3 == 0 else None
         chunks.append(Chunk(chunk_digest(piece.dtype, b"%d" % i), blobs, of))
     return tuple(chunks), packs
@@ -216,7 +217,7 @@ json_values = st.recursive(
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False)
     | st.text(max_size=12)
-    | st.sampled_from(["float32", "0" * 32, "packs/a.safetensors", "000003-0badcafe"]),
+    | st.sampled_from(["float32", "0" * 32, PACK_A, "000003-0badcafe"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
 )
@@ -264,11 +265,11 @@ DOCUMENTS = [
         FORMAT,
         str(RUN),
         20,
-        2,
+        1,
         0,
-        (PartRef(KEY, 100, digest128(b"")),),
+        (PartRef(PartName(ID, 0).key, 100, digest128(b"")),),
         str(SnapshotId(RUN, 10)),
-        (("packs/a", 5),),
+        ((PackName(ID, 0, 0, "0" * 16).key, 5),),
         Totals(700, 9000, {"2": 700}),
         {"loss": 1.5, "naïve": None},
         1.5e9,

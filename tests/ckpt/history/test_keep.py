@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.format.manifest import FORMAT, RunDoc, Snapshot, Totals
-from ckpt.format.names import RunId, SnapshotId
+from ckpt.format.manifest import FORMAT, PartRef, RunDoc, Snapshot, Totals, digest128
+from ckpt.format.names import PartName, RunId, SnapshotId
 from ckpt.history.catalog import History
 from ckpt.history.clock import SystemClock
 from ckpt.history.keep import DAY, HOUR, Keep, best_of, reasons
@@ -22,8 +22,8 @@ Line = dict[SnapshotId, Snapshot]
 
 
 def snapshot(step: int, *, run: RunId = RUN, time: float | None = None, **metrics: Any) -> Snapshot:
-    totals = Totals(0, 0, {})
-    return Snapshot(FORMAT, str(run), step, 1, 0, (), None, (), totals, metrics, time)
+    part = PartRef(PartName(SnapshotId(run, step), 0).key, 0, digest128(b""))
+    return Snapshot(FORMAT, str(run), step, 1, 0, (part,), None, (), Totals(0, 0, {}), metrics, time)
 
 
 def line(*snapshots: Snapshot) -> Line:
