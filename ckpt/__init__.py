@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpt.history.keep import Keep
     from ckpt.leaves import PerRank
     from ckpt.loop import Run, checkpointed
-    from ckpt.options import Options
+    from ckpt.options import Journal, Options
     from ckpt.outcomes import Stats
     from ckpt.saving.job import Report
     from ckpt.ticket import Ticket
@@ -45,6 +45,7 @@ _HOMES = {
     "FormatTooNew": "ckpt.errors",
     "History": "recovery.looking",
     "HistoryExists": "ckpt.errors",
+    "Journal": "ckpt.options",
     "Keep": "ckpt.history.keep",
     "LayoutMismatch": "ckpt.errors",
     "NoSnapshot": "ckpt.errors",
@@ -77,6 +78,7 @@ __all__ = [
     "FormatTooNew",
     "History",
     "HistoryExists",
+    "Journal",
     "Keep",
     "LayoutMismatch",
     "NoSnapshot",

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,13 +25,15 @@ from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
 from ckpt.leaves import Flattener
 from ckpt.mirror.mirror import open_mirror
-from ckpt.options import Options, one_of, seconds, size
+from ckpt.mirror.ring import ring_records
+from ckpt.options import Journal, Options, one_of, seconds, size
 from ckpt.outcomes import Outcomes, Stats
 from ckpt.progress import waiting
 from ckpt.random_states import set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.resuming import reference_after
 from ckpt.saves import Saves
+from ckpt.saving.journal import Journaling, Place, open_journal
 from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings
@@ -65,6 +68,8 @@ class Checkpointer:
         mirror: where the host buffers live, so that they outlive the process and a restart on this node reads them
             instead of the store: "auto" (the folder ``CKPT_MIRROR_DIR``, else shared memory), "disk:PATH" (a local
             disk), a folder, or "off" (this process's own memory).
+        journal: record what every step's optimizers consume, so that after a failure training goes on from the last
+            completed step and not from the last snapshot; see `Journal`. `restore` then ends with a snapshot.
         fresh: start a new line on a store that already holds checkpoints, without restoring.
         options: see `Options`.
 
@@ -82,6 +87,7 @@ class Checkpointer:
         capture: Literal["copy", "overlap"] = "copy",
         when_busy: Literal["wait", "skip"] = "wait",
         mirror: str | os.PathLike[str] = "auto",
+        journal: bool | Journal = False,
         fresh: bool = False,
         options: Options | None = None,
     ) -> None:
@@ -146,6 +152,13 @@ class Checkpointer:
             when_busy=when_busy,
             fresh=fresh,
         )
+        self._journal: Journaling | None = None
+        if journal:
+            place = Place(self._store, self._mirror.base, self._mirror.store, ranks.rank, ranks.world_size)
+            settings = Journal() if journal is True else journal
+            self._journal = self._saves.journal = open_journal(
+                settings, self._state, self._saves.look, lambda: self._flattener.names, place
+            )
         self._start = 0
         self._closed = False
         self._ending = True
@@ -174,6 +187,9 @@ class Checkpointer:
         self._saves.finish(Call.RESTORE, 0)
         with self._tenure.trying(), waiting(f"restoring from {self._store.url}"):
             mirrors = [] if self._mirror.base is None else [self._mirror.base]
+            ring = None
+            if self._journal is not None:
+                ring = [record for base in mirrors for record in ring_records(base, self._mirror.store)]
             with survey(mirrors, self._mirror.store, prefer=self._ranks.rank) as holdings:
                 restored = restore_state(
                     self._store,
@@ -183,6 +199,7 @@ class Checkpointer:
                     claim=self._tenure.claim,
                     on_resize=self._options.on_resize,
                     holdings=holdings,
+                    ring=ring,
                     memory=size(self._options.memory),
                 )
                 own = None if restored is None else holdings.of(restored.id, self._ranks.rank)
@@ -191,12 +208,14 @@ class Checkpointer:
             self._tenure.open(None)
             self._start = 0
             self._position.resume(None)
+            self._saves.anchor(0)
             return 0
         # What fails on one rank must not leave the others waiting for it in the gather that follows.
         together(self._ranks, lambda: self._resume(restored))
         self._writer.adopt(None)  # what was committed before leads elsewhere
         self._writer.adopt(reference_after(restored, own, self._flattener.flatten(), self._taking))
         log.info("%s", restored)
+        self._saves.anchor(restored.step)
         return restored.step
 
     def batches(self, loader: Any, total: int) -> Iterator[tuple[int, Any]]:
@@ -221,7 +240,9 @@ class Checkpointer:
     @property
     def stats(self) -> Stats:
         """Totals of this rank since the checkpointer was made."""
-        return self._outcomes.stats
+        if self._journal is None:
+            return self._outcomes.stats
+        return replace(self._outcomes.stats, journal=self._journal.stats)
 
     # --- saving ---
 
@@ -237,7 +258,10 @@ class Checkpointer:
         before = self._voting.stop
         self._voting.read()
         ticket = None
-        if due or self._voting.stop != before:
+        saves = due or self._voting.stop != before
+        if self._journal is not None:
+            self._journal.completed(step, saves=saves)
+        if saves:
             ticket = self._saves.save(step, metrics)
         self._voting.begin(step)
         self._outcomes.count(seconds=time.perf_counter() - began)
@@ -261,6 +285,8 @@ class Checkpointer:
         self._check_open()
         began = time.perf_counter()
         self._voting.read()
+        if self._journal is not None:
+            self._journal.completed(step, saves=True)
         try:
             return self._saves.save(step, metrics)
         finally:
@@ -314,7 +340,10 @@ class Checkpointer:
         # A job that comes to its end needs no mirror; one that fails or is told to stop will be back. A last save that
         # failed tells of the former where nothing else does: not every process lets its end hear of what it raised.
         well = ticket is None or ticket.error is None
-        self._mirror.close(remove=done and well and self._ending and not self.stopping)
+        remove = done and well and self._ending and not self.stopping
+        if self._journal is not None:
+            self._journal.close(left(), remove=remove)
+        self._mirror.close(remove=remove)
         self._stopper.restore()
         self._position.close()
         self._ranks.close()

@@ -25,7 +25,7 @@ import torch
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError
 from ckpt.history.retention import Keep
-from ckpt.options import Options
+from ckpt.options import Journal, Options
 from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
@@ -193,6 +193,7 @@ def checkpointed(
     capture: Literal["copy", "overlap"] = "copy",
     when_busy: Literal["wait", "skip"] = "wait",
     mirror: str | os.PathLike[str] = "auto",
+    journal: bool | Journal = False,
     fresh: bool = False,
     options: Options | None = None,
 ) -> Callable[[Callable[Concatenate[Run, _P], _R]], Callable[_P, _R]]:
@@ -203,7 +204,7 @@ def checkpointed(
 
     Args:
         url: where, or a function of the call's arguments that says where.
-        every, keep, capture, when_busy, mirror, fresh, options: as in `Checkpointer`.
+        every, keep, capture, when_busy, mirror, journal, fresh, options: as in `Checkpointer`.
 
     Raises:
         TypeError: the function takes no first argument, or is a generator or a coroutine function.
@@ -215,6 +216,7 @@ def checkpointed(
         capture=capture,
         when_busy=when_busy,
         mirror=mirror,
+        journal=journal,
         fresh=fresh,
         options=options,
     )

@@ -101,3 +101,42 @@ class Options:
                     raise ValueError(f"{name}={error}") from None
         if size(self.memory) < 64 << 20:
             raise ValueError(f"memory={self.memory!r}: expected at least 64MiB")
+
+
+_STEPS = re.compile(r"\s*(\d+)\s*steps?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """How a journal between snapshots is kept. ``journal=True`` means ``Journal()``.
+
+    Attributes:
+        every: the state after every so-manieth step can be come back to; gradients are recorded at each.
+        flush: when records must be where `to` says. ``"1 step"``: before `step()` returns, so that no completed step
+            is ever lost; ``"4 steps"``: fewer than four may be; ``"10s"`` or a number of seconds: in the background,
+            at least so often.
+        to: "mirror": into the mirror's folder, where they outlive the process; "store": where they outlive the node
+            too; "both".
+        ring: most bytes of records in the mirror's folder, per rank; the oldest go first.
+    """
+
+    every: int = 1
+    flush: Duration = "10s"
+    to: Literal["mirror", "store", "both"] = "both"
+    ring: Size = "1GB"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every={self.every!r}: expected a number of steps, at least 1")
+        one_of("to", self.to, ("mirror", "store", "both"))
+        size(self.ring)
+        if self.steps is None:
+            seconds(self.flush)
+        elif self.steps < 1:
+            raise ValueError(f"flush={self.flush!r}: expected at least 1 step")
+
+    @property
+    def steps(self) -> int | None:
+        """With a `flush` in steps, how many."""
+        found = _STEPS.fullmatch(self.flush) if isinstance(self.flush, str) else None
+        return None if found is None else int(found[1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointError, SaveFailed
-from ckpt.saving.job import Failed, Outcome, Saved
+from ckpt.saving.job import Failed, JournalStats, Outcome, Saved
 from ckpt.ticket import Ticket
 
 log = logging.getLogger("ckpt")
@@ -26,6 +26,8 @@ class Stats:
     failed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    journal: JournalStats | None = None
+    """What the journal took; None without one."""
 
 
 class Outcomes:

@@ -36,6 +36,8 @@ def reference_after(restored: Restored, own: HeldSlot | None, flat: Flat, taking
     layout = taking.agree(flat, differing=differing, old=old_boxes(parts.values()))
     try:
         data = None if own is None else taking.go_on_with(own.path, own.number, own.layout)
+        if data is None and restored.replayed is not None:
+            return None  # what is live is a later state than the snapshot's
         if data is None:
             data = taking.take(flat, None, id_=restored.id, save=False).data
     except SaveFailed as error:  # the state is restored all the same; the next save is full, or fails and says so

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckpt.ballot import Ballot, Call, Tally
@@ -23,7 +23,8 @@ from ckpt.metrics import plain_metrics
 from ckpt.outcomes import Outcomes
 from ckpt.random_states import random_states
 from ckpt.ranks import Ranks
-from ckpt.saving.job import Failed, Report
+from ckpt.saving.job import Failed, Outcome, Report, Saved
+from ckpt.saving.journal import Journaling
 from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer
@@ -40,7 +41,7 @@ LOOK = 0.05  # seconds between two looks at what the other ranks say, in a wait 
 @dataclass(slots=True)
 class Saves:
     """What the saves of one rank go through. `overlap`: None where all is copied before `save` returns. `fresh`: the
-    first may start a new line on a store with a history."""
+    first may start a new line on a store with a history. `journal`: what records the steps between them."""
 
     ranks: Ranks
     clock: Clock
@@ -55,6 +56,7 @@ class Saves:
     overlap: Overlap | None
     when_busy: Literal["wait", "skip"]
     fresh: bool
+    journal: Journaling | None = None
 
     def save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
         asked = time.perf_counter()
@@ -142,15 +144,30 @@ class Saves:
     ) -> tuple[Flat, dict[str, bytes], dict[str, Any] | None]:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
             raise ValueError(f"step={step!r}: expected the number of steps completed, from 0 to 10**12 - 1")
-        flat = self.flattener.flatten()
-        plain = {**flat.values, "$random": random_states()}
-        if (position := self.position.record()) is not None:
-            plain["$data"] = position
+        flat, plain = self.look()
         try:
             encoded = {name: values.encode(value, name) for name, value in plain.items()}
         except values.UnsupportedValue as error:
             raise UnsupportedState(str(error), leaf=error.path) from None
         return flat, encoded, plain_metrics(metrics) if self.ranks.rank == 0 else None
+
+    def look(self) -> tuple[Flat, dict[str, Any]]:
+        """The state as it is now: its leaves, and a copy of every plain value, random states and data position."""
+        flat = self.flattener.flatten()
+        plain = {**flat.values, "$random": random_states()}
+        if (position := self.position.record()) is not None:
+            plain["$data"] = position
+        return flat, plain
+
+    def anchor(self, step: int) -> None:
+        """Give the journal a snapshot to extend, in this very run, before the first step it records: then no step leans
+        on another run's records, whatever happens to this one. Collective."""
+        if self.journal is None:
+            return
+        self.save(step, None)
+        failed = self.finish(Call.RESTORE, 0).failed
+        if failed is not None:
+            log.warning("the journal begins with the next snapshot: that of step %d failed on rank %d", *failed)
 
     def _vote(self, step: int, flat: Flat | None) -> Tally:
         if flat is None:
@@ -204,13 +221,24 @@ class Saves:
             # The others are past the vote and go on: this rank's failure is told at the next one.
             self.outcomes.settle(ticket, Failed(error, Report()))
             return ticket
+        if self.journal is not None:
+            self.journal.captured(id_, taken.layout)
         job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
         ready = None
         if taken.copying is not None and self.overlap is not None:
             self.overlap.begin(taken.copying)
             ready = taken.copying.wait
-        self.writer.submit(job, lambda outcome: self.outcomes.settle(ticket, outcome), ready)
+        self.writer.submit(job, lambda outcome: self._settle(ticket, id_, outcome), ready)
         return ticket
+
+    def _settle(self, ticket: Ticket, id_: SnapshotId, outcome: Outcome) -> None:
+        """On the writer's thread."""
+        if self.journal is not None:
+            reference = self.writer.reference
+            if isinstance(outcome, Saved) and reference is not None and reference.id == id_:
+                self.journal.committed(id_, [chunk.digest for chunk in reference.table])
+            outcome = replace(outcome, report=replace(outcome.report, journal=self.journal.stats))
+        self.outcomes.settle(ticket, outcome)
 
     def _tell(self, failed: tuple[int, int] | None) -> None:
         """Tell the caller of an earlier failure, on all ranks alike; stop waiting for a commit that cannot come."""

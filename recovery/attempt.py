@@ -6,12 +6,12 @@ the state as it was. The price is host memory for one copy of the rank's own sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Shard
 from ckpt.leaves import Restoration, plan_restore
 from recovery.agree import Peers, Skip, together
-from recovery.assemble import covered, plan_chunks
+from recovery.assemble import Wanted, covered, plan_chunks
 from recovery.boxes import Bytes
 from recovery.exchange import from_peers
 from recovery.fetch import Tally
@@ -37,6 +37,8 @@ from recovery.shards import from_store
 from recovery.spans import Describer
 from recovery.survey import Holdings
 from storage_backends.base import Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +225,25 @@ class Attempt:
         return Documents(opened, parts, raw, plan, stored.values)
 
     def _read(self, documents: Documents) -> dict[Shard, Bytes] | Skip:
-        """Every wanted box, each chunk from the nearest source that has it; nothing near is trusted without its digest,
-        and what a source does not give, or gives wrong, is left to the next."""
+        """Every wanted box."""
+        assert documents.plan is not None
+        plan, world_size = documents.plan, documents.opened.snapshot.world_size
+        return self._boxes(
+            documents,
+            lambda: wants(plan.wanted, documents.parts, self.seat),
+            lambda read: merged(read, self.seat, world_size),
+        )
+
+    def _boxes(
+        self,
+        documents: Documents,
+        wanted: Callable[[], list[Wanted]],
+        take: Callable[[Iterator[tuple[Wanted, Bytes]]], T],
+    ) -> T | Skip:
+        """Boxes of the snapshot, each chunk from the nearest source that has it; nothing near is trusted without its
+        digest, and what a source does not give, or gives wrong, is left to the next."""
         with self.meter.stage("mirrors"):
-            near = together(self.peers, lambda: self._from_node(documents))
+            near = together(self.peers, lambda: self._from_node(documents, wanted()))
             if isinstance(near, Skip):
                 return near
             reading, describer, boxes = near.value
@@ -238,13 +255,11 @@ class Attempt:
             if received.error is not None:  # raised where all can hear it
                 read = together(self.peers, partial(_raise, received.error))
             else:
-                read = together(self.peers, lambda: self._from_store(documents, reading, boxes))
+                read = together(self.peers, lambda: self._from_store(documents, reading, boxes, take))
         return read if isinstance(read, Skip) else read.value
 
-    def _from_node(self, documents: Documents) -> tuple[Reading, Describer, Delivered]:
-        assert documents.plan is not None
+    def _from_node(self, documents: Documents, wanted: list[Wanted]) -> tuple[Reading, Describer, Delivered]:
         with self._judged(documents.opened):
-            wanted = wants(documents.plan.wanted, documents.parts, self.seat)
             reading, describer = Reading(plan_chunks(documents.parts, wanted)), Describer(documents.parts)
         boxes = list(reading.nothing())
         if self.holdings is not None:
@@ -253,12 +268,18 @@ class Attempt:
             )  # fmt: skip
         return reading, describer, boxes
 
-    def _from_store(self, documents: Documents, reading: Reading, boxes: Delivered) -> dict[Shard, Bytes]:
+    def _from_store(
+        self,
+        documents: Documents,
+        reading: Reading,
+        boxes: Delivered,
+        take: Callable[[Iterator[tuple[Wanted, Bytes]]], T],
+    ) -> T:
         tally = Tally()
         try:
             with self._judged(documents.opened):
                 rest = from_store(self.store, reading, memory=self.memory, threads=self.threads, tally=tally)
-                return merged(chain(boxes, rest), self.seat, documents.opened.snapshot.world_size)
+                return take(chain(boxes, rest))
         finally:
             self.meter.count("store", tally.bytes)
 
@@ -285,5 +306,5 @@ def _leaves(parts: Mapping[int, Part]) -> set[str]:
     return {row.leaf for part in parts.values() for row in part.shards}
 
 
-def _raise(error: Exception) -> dict[Shard, Bytes]:
+def _raise(error: Exception) -> Any:
     raise error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ckpt.errors import DamagedError, NoSnapshot
 from ckpt.format.names import SNAPSHOTS, SnapshotId, SnapshotName
 from ckpt.history.catalog import History, find, read_history
+from recovery.journaled import find_base
 from storage_backends.base import Store
 
 Skipped = tuple[SnapshotId, str]
@@ -15,11 +16,13 @@ Skipped = tuple[SnapshotId, str]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Snapshots to try in this order. `named`: exactly one was asked for, and nothing may stand in for it.
-    `unreadable`: newer ones whose document cannot be read, with the reason."""
+    `unreadable`: newer ones whose document cannot be read, with the reason. `journaled`: the step that was asked for,
+    where it is none of the snapshots but the journal after the one candidate leads to it."""
 
     candidates: tuple[SnapshotId, ...]
     named: bool = False
     unreadable: tuple[Skipped, ...] = ()
+    journaled: int | None = None
 
 
 def choose(store: Store, step: int | str | None) -> Choice:
@@ -42,7 +45,10 @@ def choose(store: Store, step: int | str | None) -> Choice:
             for id_, reason in unreadable:
                 if step in (id_.step, str(id_.step), id_.short, str(id_)):
                     raise _all_unreadable(store, ((id_, reason),)) from None
-            raise
+            base = find_base(store, history, step)
+            if base is None:
+                raise
+            return Choice((base[0],), named=True, journaled=base[1])
     live = tuple(sorted(history.live, reverse=True))
     if live and live[-1].run not in history.runs:
         live += tuple(sorted((id_ for id_ in history.snapshots if id_ < live[-1]), reverse=True))

@@ -17,6 +17,7 @@ class _Choice(msgspec.Struct, frozen=True):
     candidates: tuple[str, ...]
     named: bool
     unreadable: tuple[tuple[str, str], ...]
+    journaled: int | None
 
 
 def choose_together(store: Store, peers: Peers, step: int | str | None) -> Choice:
@@ -25,13 +26,16 @@ def choose_together(store: Store, peers: Peers, step: int | str | None) -> Choic
     def ask() -> bytes:
         choice = choose(store, step)
         unreadable = tuple((str(id_), reason) for id_, reason in choice.unreadable)
-        return msgspec.json.encode(_Choice(tuple(map(str, choice.candidates)), choice.named, unreadable))
+        return msgspec.json.encode(
+            _Choice(tuple(map(str, choice.candidates)), choice.named, unreadable, choice.journaled)
+        )
 
     told = msgspec.json.decode(on_first(peers, ask), type=_Choice)
     return Choice(
         tuple(_id(text) for text in told.candidates),
         told.named,
         tuple((_id(text), reason) for text, reason in told.unreadable),
+        told.journaled,
     )
 
 

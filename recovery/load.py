@@ -26,6 +26,7 @@ from recovery.agree import Alone
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.choose import Skipped, choose, exhausted
+from recovery.forward import replayed
 from recovery.parallel import THREADS
 from recovery.place import Seat
 from recovery.read import OpenSnapshot, Pruned, following, read_parts, stored_value
@@ -48,7 +49,7 @@ def load(
 
     Args:
         step: None or "latest": the newest (of the live line) that can be read; a step, ``"GENERATION/STEP"`` or a pin:
-            exactly that one.
+            exactly that one. Where there is no snapshot of a step, it is replayed from the journal, if that has it.
         names: glob patterns of paths (``"model.*"``); only what they match is read.
 
     Raises:
@@ -59,6 +60,8 @@ def load(
     store = url if isinstance(url, Store) else open_store(os.fspath(url))
     patterns = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     choice = choose(store, step)
+    if choice.journaled is not None:
+        return _load_journaled(store, choice.candidates[0], choice.journaled, patterns)
     skipped: list[Skipped] = list(choice.unreadable)
     last: Exception | None = None
     for id_ in choice.candidates:
@@ -102,6 +105,18 @@ def load_into(
 
 def _load_one(store: Store, id_: SnapshotId, patterns: tuple[str, ...] | None) -> dict[str, Any]:
     return following(store, id_, lambda opened: _load_opened(store, opened, patterns))
+
+
+def _load_journaled(store: Store, base: SnapshotId, step: int, patterns: tuple[str, ...] | None) -> dict[str, Any]:
+    """A step between two snapshots: all saved ranks are replayed here, one after the other."""
+    forward = replayed(store, base, step)
+    names = _names(forward.parts)
+    wanted = list(_wanted(forward.parts, names, patterns))
+    tensors = {w: _tensor(w.shard, data) for w, data in forward.boxes(wanted)}
+    found = {**_named(tensors, names, patterns), **_values(forward.parts, patterns)}
+    if patterns and not found:
+        raise NoSnapshot(f"step {step} on {store.url} has nothing named {' or '.join(patterns)}")
+    return found
 
 
 def _load_opened(store: Store, opened: OpenSnapshot, patterns: tuple[str, ...] | None) -> dict[str, Any]:

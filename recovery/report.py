@@ -16,7 +16,8 @@ class Restored:
     """What this rank restored, and from where.
 
     Attributes:
-        id, step: the snapshot.
+        id: the snapshot. `replayed`: the step up to which the journal after it was replayed; None without a journal.
+            `lost`: steps that some rank is known to have completed, and that do not come back; None where not known.
         bytes: source → bytes this rank read from it ("own mirror" and "node": of its own and of other mirrors on this
             node; "peers": chunks and parts received from other ranks; "store": encoded blobs with the gaps read
             through; "documents": parts read from the store).
@@ -38,6 +39,8 @@ class Restored:
     parts: Mapping[int, Part]
     rank: int | None
     problems: tuple[str, ...] = ()
+    replayed: int | None = None
+    lost: int | None = None
 
     @property
     def part(self) -> Part | None:
@@ -46,10 +49,13 @@ class Restored:
 
     @property
     def step(self) -> int:
-        return self.id.step
+        """Steps completed: those of the snapshot, and those replayed after it."""
+        return self.id.step if self.replayed is None else self.replayed
 
     def __str__(self) -> str:
         text = f"restored step {self.step} (generation {self.id.run.generation})"
+        if self.replayed is not None:
+            text += f", replayed from step {self.id.step}; {self.lost} completed steps are lost"
         sources = ", ".join(f"{bytes_text(n)} {source}" for source, n in self.bytes.items()) or "nothing"
         text += f": {sources}; in {seconds_text(sum(self.seconds.values()))}"
         if self.skipped:

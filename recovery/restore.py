@@ -13,14 +13,20 @@ leaves the state as it was. The price is host memory for one copy of the rank's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckpt.errors import NoSnapshot
+from ckpt.format.manifest import Part
 from ckpt.format.names import SnapshotId
 from recovery.agree import Peers, Skip
 from recovery.attempt import Attempt, Documents
-from recovery.choose import Skipped, exhausted
+from recovery.choose import Choice, Skipped, exhausted
 from recovery.choose_together import choose_together
+from recovery.forward import Forward
+from recovery.journaled import ReplayPlan
+from recovery.journaled_together import Journals, Ring
 from recovery.meter import Meter
 from recovery.parallel import THREADS
 from recovery.place import Resize, Seat
@@ -41,6 +47,7 @@ def restore(
     claim: Callable[[SnapshotId], bool],
     on_resize: Resize | None = None,
     holdings: Holdings | None = None,
+    ring: Ring | None = None,
     memory: int = MEMORY,
     threads: int = THREADS,
 ) -> Restored | None:
@@ -51,6 +58,8 @@ def restore(
         claim: collective; makes the snapshot safe from a prune that begins now. False: one has announced its end.
         on_resize: the rule for what differed between ranks, where the snapshot has another number of them.
         holdings: what mirrors on this node still hold; this rank's own are those of `holdings.prefer`.
+        ring: records of the journal on this node; with them (none is an empty list) the newest step that all records
+            cover is restored, None: snapshots only, but where `step` names a journaled one.
         memory: most encoded bytes in flight, and so about what is needed beside one copy of the rank's state.
 
     Returns:
@@ -64,7 +73,7 @@ def restore(
     """
     seat = Seat(ranks.rank, ranks.world_size, rule=on_resize)
     return restore_seat(
-        store, ranks, seat, state, step=step, claim=claim, holdings=holdings, memory=memory, threads=threads
+        store, ranks, seat, state, step=step, claim=claim, holdings=holdings, ring=ring, memory=memory, threads=threads
     )
 
 
@@ -79,6 +88,7 @@ def restore_seat(
     memory: int,
     threads: int,
     holdings: Holdings | None = None,
+    ring: Ring | None = None,
 ) -> Restored | None:
     """`restore` for the state of any seat: `load_into` restores rank 2 of 4 and asks nobody."""
     meter = Meter()
@@ -88,13 +98,14 @@ def restore_seat(
     for id_, reason in choice.unreadable:
         _say(peers, id_, reason)
     last: Exception | None = None
+    journals = Journals(store, peers, ring or ()) if ring is not None or choice.journaled is not None else None
     for id_ in choice.candidates:
         if not claim(id_):
             reason = "a prune has announced its removal"
             last = NoSnapshot(f"snapshot {id_.short}: {reason}")
         else:
-            attempt = Attempt(store, peers, seat, state, id_, holdings, meter, memory, threads)
-            found = attempt.follow()
+            place = store, peers, seat, state, id_, holdings, meter, memory, threads
+            found = _with_journal(place, journals, choice)
             if not isinstance(found, Skip):
                 return _restored(found, seat, meter, tuple(skipped), holdings)
             last, reason = found.error, str(found.error)
@@ -105,14 +116,62 @@ def restore_seat(
     raise exhausted(store, choice, tuple(skipped), last)
 
 
+_Place: TypeAlias = tuple[
+    Store, Peers, Seat, MutableMapping[str, object], SnapshotId, Holdings | None, Meter, int, int
+]  # fmt: skip
+
+
+def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _Found | Skip:
+    """The newest step that the journal after a snapshot is proven to lead to; the snapshot itself where it leads
+    nowhere. A step that was asked for by name is that one, or an error."""
+    id_, wanted = place[4], choice.journaled
+    limit = wanted
+    why = ""
+    while journals is not None and (not choice.named or wanted is not None):
+        plan = journals.plan(id_, limit)
+        if plan is None or (wanted is not None and plan.target != wanted):
+            break
+        attempt = Forward(*place, records=journals.records(id_.run), replay=plan)
+        found = attempt.follow_on()
+        if isinstance(found, Documents):
+            return _Found(found, attempt.snapshot_parts, plan)
+        if isinstance(found, Skip):
+            return found
+        why = found.why
+        log.log(
+            logging.WARNING if place[1].rank == 0 else logging.INFO,
+            "journal after %s: proven up to step %d of %d: %s", id_.short, found.step, plan.target, why,
+        )  # fmt: skip
+        limit = found.step
+        if limit <= id_.step or wanted is not None:
+            break
+    if wanted is not None:
+        raise NoSnapshot(
+            f"step {wanted} cannot be replayed from snapshot {id_.short}: {why or 'its records are not all there'}; "
+            "'ckpt list' shows what there is"
+        )
+    alone = Attempt(*place).follow()
+    return alone if isinstance(alone, Skip) else _Found(alone, alone.parts, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What became the state: documents of it, the snapshot's own parts, and what was replayed after it."""
+
+    documents: Documents
+    parts: Mapping[int, Part]
+    replay: ReplayPlan | None
+
+
 def _say(peers: Peers, id_: SnapshotId, reason: str) -> None:
     """All ranks know; one speaks."""
     log.log(logging.WARNING if peers.rank == 0 else logging.INFO, "snapshot %s passed over: %s", id_.short, reason)
 
 
 def _restored(
-    documents: Documents, seat: Seat, meter: Meter, skipped: tuple[Skipped, ...], holdings: Holdings | None
+    found: _Found, seat: Seat, meter: Meter, skipped: tuple[Skipped, ...], holdings: Holdings | None
 ) -> Restored:
+    documents = found.documents
     own = seat.own(documents.opened.snapshot.world_size)
     return Restored(
         documents.opened.id,
@@ -121,7 +180,9 @@ def _restored(
         skipped,
         {name: value for name, value in documents.values.items() if name.startswith("$")},
         documents.opened.snapshot,
-        documents.parts,
+        found.parts,
         own,
         () if holdings is None else tuple(map(str, holdings.problems)),
+        None if found.replay is None else found.replay.target,
+        None if found.replay is None else found.replay.lost,
     )

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 STORE_KEY = "store.json"
-RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES = (
-    "runs/", "alive/", "packs/", "parts/", "snapshots/", "pins/", "prunes/",
+RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES, JOURNAL = (
+    "runs/", "alive/", "packs/", "parts/", "snapshots/", "pins/", "prunes/", "journal/",
 )  # fmt: skip
 
 _RUN = r"(?P<generation>\d{6})-(?P<nonce>[0-9a-f]{8})"
@@ -22,6 +22,7 @@ _PACK_KEY = re.compile(
     rf"packs/{_RUN}/(?P<step>\d{{12}})/(?P<rank>\d{{5}})-(?P<n>\d{{3,18}})-(?P<digest>[0-9a-f]{{16}})\.safetensors",
     re.ASCII,
 )
+_SEGMENT_KEY = re.compile(rf"journal/{_RUN}/(?P<rank>\d{{5}})/(?P<previous>\d{{12}})-(?P<step>\d{{12}})\.segment")
 _PIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
@@ -118,6 +119,31 @@ class PackName:
         if not found:
             return None
         return cls(SnapshotId(_run(found), int(found["step"])), int(found["rank"]), int(found["n"]), found["digest"])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """A segment of the journal: records of `rank` that lead from step `previous` to `step`."""
+
+    run: RunId
+    rank: int
+    previous: int
+    step: int
+
+    @property
+    def key(self) -> str:
+        return f"{journal_prefix(self.run)}{self.rank:05d}/{self.previous:012d}-{self.step:012d}.segment"
+
+    @classmethod
+    def parse(cls, key: str) -> SegmentName | None:
+        found = _SEGMENT_KEY.fullmatch(key)
+        if not found:
+            return None
+        return cls(_run(found), int(found["rank"]), int(found["previous"]), int(found["step"]))
+
+
+def journal_prefix(run: RunId) -> str:
+    return f"{JOURNAL}{run}/"
 
 
 def run_key(run: RunId) -> str:

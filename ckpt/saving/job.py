@@ -57,6 +57,25 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class JournalStats:
+    """What the journal took, of this rank, since the checkpointer was made.
+
+    Attributes:
+        steps: recorded; `bytes`: of their records, coded.
+        seconds: the training thread was kept. `cpu`: seconds of processor time of the journal's threads.
+        memory: host bytes it holds: a copy of the state to prove it with, buffers, the ring, what waits for the store.
+        off: why it records nothing just now, or has ended; None while it records.
+    """
+
+    steps: int
+    bytes: int
+    seconds: float
+    cpu: float
+    memory: int
+    off: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one rank's save did. Bytes: `captured` copied out of the training process, `changed` in chunks that
     differ from the reference, `stored` of blobs put on the store (packs' headers apart), `document` of the part.
@@ -69,6 +88,8 @@ class Report:
     packs: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    journal: JournalStats | None = None
+    """The journal's totals when the save ended; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

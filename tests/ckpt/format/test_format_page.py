@@ -34,6 +34,7 @@ from ckpt.format.names import (
     PackName,
     PartName,
     RunId,
+    SegmentName,
     SnapshotId,
     SnapshotName,
     alive_key,
@@ -108,6 +109,7 @@ def test_objects_have_these_names() -> None:
         "snapshot": [SnapshotName(id_).key, SnapshotName(id_, 2).key],
         "pin": [pin_key("best")],
         "prune": [prune_key("0123456789abcdef")],
+        "segment": [SegmentName(run, 3, 1200, 1250).key],
     }
     rows = {kind: ticked(name)[0] for kind, name in table("object", "name")}
     assert rows.keys() == filled.keys()
@@ -141,12 +143,13 @@ def pattern(template: str) -> re.Pattern[str]:
         "snapshots/000007-0123abcd-1200.json",
         "parts/000007-0123abcd/000000001200/00003.json",
         "packs/000007-0123abcd/000000001200/00003-04-00ff00ff00ff00ff.safetensors",
+        "journal/000007-0123abcd/00003/000000001200.segment",
     ],
 )
 def test_other_names_are_no_objects(name: str) -> None:
     assert not any(pattern(ticked(template)[0]).fullmatch(name) for _, template in table("object", "name"))
-    parsers = (SnapshotName.parse, PartName.parse, PackName.parse, parse_run_key)
-    assert [parse(name) for parse in parsers] == [None] * 4
+    parsers = (SnapshotName.parse, PartName.parse, PackName.parse, SegmentName.parse, parse_run_key)
+    assert [parse(name) for parse in parsers] == [None] * 5
 
 
 DOCUMENTS: dict[str, tuple[type[Struct], ...]] = {
