@@ -328,6 +328,7 @@ def test_all_keywords_reach_the_checkpointer() -> None:
         "capture": "copy",
         "when_busy": "skip",
         "mirror": "off",
+        "journal": True,
         "fresh": True,
         "options": Options(replica_check=0),
     }
