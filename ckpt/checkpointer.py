@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ckpt import exits
 from ckpt.ballot import Call
@@ -160,6 +160,7 @@ class Checkpointer:
                 settings, self._state, self._saves.look, lambda: self._flattener.names, place
             )
         self._start = 0
+        self._pid = os.getpid()
         self._closed = False
         self._ending = True
         self.restored: Restored | None = None
@@ -309,6 +310,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save in flight. Raises what failed, or `TimeoutError`."""
+        self._check_process()
         ticket = self._outcomes.last
         if ticket is not None:
             with waiting(f"saving step {ticket.step} to {self._store.url}"):
@@ -321,8 +323,8 @@ class Checkpointer:
             SaveFailed: an earlier save failed, or the last one was not seen committed within `timeout` seconds; it is
                 given up then, so that the process can end.
         """
-        if self._closed:
-            return
+        if self._closed or self._pid != os.getpid():
+            return  # a forked child leaves at once: the save in flight, the run and the mirror are its parent's
         self._closed = True
         exits.unregister(self._exit)
         ticket = self._outcomes.last
@@ -386,5 +388,19 @@ class Checkpointer:
             log.error("at exit: %s", error)
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise CheckpointError(
+                f"this Checkpointer belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
+                "its writer did not come along; call it there, or make another one here, on a store of its own"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Checkpointer cannot be sent to another process: its writer and its run stay where it was made; send "
+            "the URL, and read with ckpt.load(url) or ckpt.load_into(url, state) there"
+        )

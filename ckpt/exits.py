@@ -10,24 +10,25 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 - its hook must be registered before ours
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable
 
 log = logging.getLogger("ckpt")
 
-_waiting: dict[int, Callable[[], None]] = {}
+_waiting: dict[int, tuple[int, Callable[[], None]]] = {}
 _numbers = itertools.count()
 _hooked = False
 
 
 def register(call: Callable[[], None]) -> int:
-    """Have `call` run at the end of the process; returns a number for `unregister`."""
+    """Have `call` run at the end of this process, not of one forked from it; returns a number for `unregister`."""
     global _hooked
     if not _hooked:
         threading._register_atexit(_run_all)  # type: ignore[attr-defined]
         _hooked = True
     number = next(_numbers)
-    _waiting[number] = call
+    _waiting[number] = os.getpid(), call
     return number
 
 
@@ -38,7 +39,9 @@ def unregister(number: int) -> None:
 
 def _run_all() -> None:
     while _waiting:
-        _, call = _waiting.popitem()
+        _, (pid, call) = _waiting.popitem()
+        if pid != os.getpid():
+            continue  # a forked child (a DataLoader worker) comes by here too; what is to be finished is its parent's
         try:
             call()
         except Exception:

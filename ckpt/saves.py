@@ -217,18 +217,22 @@ class Saves:
         id_, time_ = SnapshotId(run, step), self.clock.wall() if self.ranks.rank == 0 else None
         try:
             taken = self.taking.take(flat, self.writer.reference, id_=id_)
+            if self.journal is not None:
+                self.journal.captured(id_, taken.layout)
+            job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
+            ready = None
+            if taken.copying is not None and self.overlap is not None:
+                self.overlap.begin(taken.copying)
+                ready = taken.copying.wait
+            self.writer.submit(job, lambda outcome: self._settle(ticket, id_, outcome), ready)
         except SaveFailed as error:
             # The others are past the vote and go on: this rank's failure is told at the next one.
             self.outcomes.settle(ticket, Failed(error, Report()))
-            return ticket
-        if self.journal is not None:
-            self.journal.captured(id_, taken.layout)
-        job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
-        ready = None
-        if taken.copying is not None and self.overlap is not None:
-            self.overlap.begin(taken.copying)
-            ready = taken.copying.wait
-        self.writer.submit(job, lambda outcome: self._settle(ticket, id_, outcome), ready)
+        except BaseException as error:  # KeyboardInterrupt, or what a signal handler raises, at any point of the above
+            if not (self.writer.busy or ticket.done()):  # else it was handed over, and the writer settles it
+                text = f"step {step}: interrupted by {type(error).__name__} while it was captured"
+                self.outcomes.settle(ticket, Failed(SaveFailed(text, step=step, stage="capture"), Report()))
+            raise
         return ticket
 
     def _settle(self, ticket: Ticket, id_: SnapshotId, outcome: Outcome) -> None:

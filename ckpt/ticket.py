@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
+from ckpt.errors import CheckpointError
 from ckpt.saving.job import Failed, Outcome, Report, Saved
 
 
@@ -16,6 +18,7 @@ class Ticket:
         """True if the save was left out because an earlier one was still in flight (``when_busy="skip"``)."""
         self._outcome: Outcome | None = None
         self._settled = threading.Event()
+        self._pid = os.getpid()
         if skipped:
             self._settled.set()
 
@@ -38,8 +41,14 @@ class Ticket:
 
         Raises:
             TimeoutError: not done within `timeout` seconds; the save goes on.
+            CheckpointError: in a forked child, which would never learn of it.
             SaveFailed, StoreInUse, StorageError: what failed.
         """
+        if self._pid != os.getpid() and not self.done():
+            raise CheckpointError(
+                f"step {self.step}: its save is in flight in process {self._pid}, which this one ({os.getpid()}) was "
+                "forked from; wait for it there"
+            )
         if not self._settled.wait(timeout):
             raise TimeoutError(f"step {self.step}: not seen committed within {timeout} s; the save goes on")
         if self.error is not None:

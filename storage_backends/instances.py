@@ -24,11 +24,14 @@ class Instances:
         self._shared = shared
         self._lock = threading.Lock()
         self._idle: list[FileSystem] = []
+        self._inherited: list[FileSystem] = []
         self._pid = os.getpid()
 
     @contextmanager
     def borrowed(self) -> Iterator[FileSystem]:
         if self._pid != os.getpid():
+            # Kept, not dropped: an instance that is collected says goodbye on a connection that is its parent's too.
+            self._inherited += self._idle
             self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
         if self._shared:
             with self._lock:

@@ -155,10 +155,10 @@ class Writer:
             if self._busy:
                 raise RuntimeError(f"step {job.id.step}: the save before is still in flight; wait() first")
             self._start()
-            self._busy = True
-            self._handed_in = False
-            self._abandoned = None
-            self._next = (job, done, ready)
+            work = (job, done, ready)
+            # Stores only, no call between them: nothing that a signal handler raises can come in here, and leave a
+            # writer that is busy with nothing.
+            self._busy, self._handed_in, self._abandoned, self._next = True, False, None, work
             self._changed.notify_all()
 
     def abandon(self, step: int) -> None:
@@ -173,12 +173,14 @@ class Writer:
     def wait(self, timeout: float | None = None) -> bool:
         """Until no save is in flight and its `done` has returned; False if that takes longer than `timeout` s."""
         with self._changed:
+            self._changed.notify_all()  # a `submit` that was interrupted may not have
             return self._changed.wait_for(lambda: not (self._busy or self._delivering), timeout)
 
     def wait_handed_in(self, timeout: float | None = None) -> bool:
         """Until this rank has done its share of the save in flight: its part is on the store, or the save has failed.
         False if that takes longer than `timeout` s."""
         with self._changed:
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._handed_in or not (self._busy or self._delivering), timeout)
 
     def stop(self, timeout: float | None = None) -> bool:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -180,11 +181,13 @@ def test_a_forked_child_makes_instances_of_its_own(place: str, scheme: str, monk
     store = FsspecStore(f"{scheme}://{place}")
     store.put("a", b"1")
     with store._instances.borrowed() as fs:
-        before = fs
+        before = weakref.ref(fs)
+    del fs
     here = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
     with store._instances.borrowed() as fs:
-        assert fs is not before
+        assert fs is not before()
+    assert before() is not None, "collected, it would close its parent's connection"
 
 
 # Publishing
