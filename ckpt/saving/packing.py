@@ -26,7 +26,18 @@ from storage_backends.base import Store
 TINY = 1 << 20
 """A group of fewer bytes at the end of a save shares its pack."""
 
+LEAST, MOST = 4 << 20, 16 << 20
+"""Bytes of a pack at most, between these by the size of the state: small enough that uploads begin early and the last
+ones are short, large enough that requests are few. From 32 MB on glibc maps fresh memory for each, whose first touch
+costs several times the copy."""
+
 Group: TypeAlias = tuple[Lifetime, str]
+
+
+def pack_limit(nbytes: int) -> int:
+    """Bytes of a pack, of the saves of a rank that captures so many: about a dozen where that is neither small nor
+    large."""
+    return min(max(nbytes // 12, LEAST), MOST)
 
 
 @dataclass(slots=True)

@@ -22,14 +22,13 @@ from typing import TypeAlias
 from ckpt.errors import CheckpointError, SaveFailed, StorageError, StoreInUse
 from ckpt.format.manifest import PartHead, PartRef, digest128, write_part
 from ckpt.format.names import PartName, SnapshotId
-from ckpt.format.pack import PACK_LIMIT
 from ckpt.format.probe import Learned
 from ckpt.history import commit
 from ckpt.history.clock import Clock
 from ckpt.saving.breath import Breath
 from ckpt.saving.diff import Held
 from ckpt.saving.job import Failed, Outcome, Reference, Report, Saved, SaveJob
-from ckpt.saving.packing import Outbox
+from ckpt.saving.packing import Outbox, pack_limit
 from ckpt.saving.policy import Rule
 from ckpt.saving.storing import Bench, Storing, Tally
 from ckpt.saving.threads import Crew, background, spare_cores
@@ -50,14 +49,14 @@ class WriterSettings:
         commit_wait: seconds to wait for the other ranks' parts.
         memory: bytes of encoded chunks held until they are on the store.
         workers: encode threads; None: the spare cores.
-        pack_limit: bytes of one pack at most.
+        pack_limit: bytes of one pack at most; None: by the size of the state.
     """
 
     amplification: float = 1.5
     commit_wait: float = 600.0
     memory: int = 256 << 20
     workers: int | None = None
-    pack_limit: int = PACK_LIMIT
+    pack_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +258,7 @@ class Writer:
             self._uploaders,
             job.id,
             job.rank,
-            pack_limit=self._settings.pack_limit,
+            pack_limit=self._settings.pack_limit or pack_limit(job.layout.nbytes),
             memory=self._settings.memory - ahead,
             breathe=breathe,
         )
