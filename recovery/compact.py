@@ -52,6 +52,7 @@ from ckpt.format.parts import encode_part
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DTYPES, whole
 from ckpt.history.assemble import build_snapshot
+from ckpt.history.copies import read
 from ckpt.history.pins import claim, still_there
 from ckpt.history.runs import claimed_by_prune
 from recovery.assemble import ChunkJob, Place
@@ -164,7 +165,8 @@ def _rivals(store: Store, own: Collection[str], grace: float) -> set[SnapshotId]
             store.delete([key])
             continue
         with contextlib.suppress(NotFound):
-            pinned = parse_snapshot(unseal(store.get(key), PinDoc, key=key).snapshot)
+            pin = read(store, key, lambda data: unseal(data, PinDoc, key=key))  # noqa: B023 - called at once
+            pinned = parse_snapshot(pin.snapshot)
             assert pinned is not None  # the field's pattern has been checked
             found.add(pinned)
     return found

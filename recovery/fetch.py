@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.format.manifest import Blob, digest64
-from storage_backends.base import NotFound, Refused, Store
+from storage_backends.base import NotFound, Refused, StorageError, Store
+from storage_backends.copies import Copied
 
 GAP = 64 * 1024
 """Most bytes between two blobs that are read and dropped rather than asked for separately: at 20 ms a request and
@@ -113,8 +114,34 @@ def _apart(ordered: Sequence[Blob], gap: int, waste: float) -> set[int]:
 def fetch(store: Store, blobs: Iterable[Blob], tally: Tally | None = None, *, limit: int = REQUEST) -> Fetched:
     """Read these blobs, request after request on this thread.
 
+    Where the store holds copies, a blob that is wrong in one is taken from the next.
+
     What is held at most: the blobs asked for, a third more for gaps between them, and one request of `limit` bytes.
     """
+    fetched = _fetch(store, blobs, tally, limit)
+    if fetched.faults and isinstance(store, Copied):
+        _from_other_copies(store, fetched, tally)
+    return fetched
+
+
+def _from_other_copies(store: Copied, fetched: Fetched, tally: Tally | None) -> None:
+    """Blob by blob: two copies of a pack may each have lost something else."""
+    for blob in list(fetched.faults):
+        for place in store.copies(blob.pack).values():
+            try:
+                read = place.get_range(blob.pack, blob.start, blob.stop)
+            except StorageError:
+                continue
+            if tally is not None:
+                tally.add(requests=1, read=len(read), blobs=1)
+            if digest64(read) == blob.digest:
+                fetched.data[blob] = memoryview(read)
+                del fetched.faults[blob]
+                store.slips.note(blob.pack)
+                break
+
+
+def _fetch(store: Store, blobs: Iterable[Blob], tally: Tally | None, limit: int) -> Fetched:
     data: dict[Blob, memoryview] = {}
     faults: dict[Blob, Fault] = {}
     for request in merge(blobs, limit=limit):
@@ -161,7 +188,7 @@ def _cut(
     whole = [b for b in blobs if b.stop <= length]
     faults = {b: Fault(f"bytes {b.start}:{b.stop}", f"a pack of {length} bytes") for b in blobs if b.stop > length}
     if whole:
-        rest = fetch(store, whole, tally)
+        rest = _fetch(store, whole, tally, REQUEST)
         data.update(rest.data)
         faults.update(rest.faults)
     return faults

@@ -21,6 +21,7 @@ from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Leaf, Shard, whole
 from ckpt.format.values import TorchName, encode, flat
+from ckpt.history.copies import mending
 from ckpt.leaves.tree import torch_constant
 from recovery.agree import Alone
 from recovery.assemble import Wanted
@@ -66,7 +67,8 @@ def load(
     last: Exception | None = None
     for id_ in choice.candidates:
         try:
-            found = _load_one(store, id_, patterns)
+            with mending(store):
+                found = _load_one(store, id_, patterns)
         except (DamagedError, Pruned) as error:
             last = error
             skipped.append((id_, str(error)))

@@ -6,18 +6,22 @@ pruned under the reader, who goes on with the revision that replaced it, if ther
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from ckpt.errors import CheckpointError, DamagedError
-from ckpt.format.manifest import Part, PartRef, Snapshot, read_part, unseal
+from ckpt.format.manifest import Part, PartRef, Snapshot, digest128, read_part, unseal
 from ckpt.format.names import SNAPSHOTS, PartName, SnapshotId, SnapshotName
 from ckpt.format.values import decode
+from ckpt.history.copies import checked, read
 from recovery.parallel import THREADS, in_threads
 from storage_backends.base import NotFound, Store
+from storage_backends.copies import Copied
 
 T = TypeVar("T")
 
@@ -60,7 +64,7 @@ def open_snapshot(store: Store, wanted: SnapshotId) -> OpenSnapshot:
         # The commit itself is asked for whether listed or not: a listing may lag behind.
         for name in sorted((listed | {SnapshotName(wanted)}) - tried, reverse=True):
             try:
-                return check_snapshot(store.get(name.key), name.key)
+                return read(store, name.key, partial(check_snapshot, key=name.key))
             except NotFound:
                 went = went or name in listed
             except DamagedError as error:
@@ -105,10 +109,14 @@ def check_snapshot(data: bytes, key: str) -> OpenSnapshot:
 
 
 def read_part_bytes(store: Store, snapshot: Snapshot, rank: int) -> bytes:
-    """The stored bytes of one rank's part, unchecked. Raises Missing."""
+    """The stored bytes of one rank's part, unchecked but where that chooses between copies. Raises Missing."""
     ref = snapshot.parts[rank]
     try:
-        return store.get(ref.key)
+        data = store.get(ref.key)
+        if isinstance(store, Copied):
+            with contextlib.suppress(DamagedError):  # every copy is bad: `check_part` says in which way
+                return checked(store, ref.key, data, partial(_as_named, ref))
+        return data
     except NotFound:
         raise Missing(
             f"step {snapshot.id.step}, rank {rank}: {ref.key} is not on {store.url}, though snapshot "
@@ -119,6 +127,12 @@ def read_part_bytes(store: Store, snapshot: Snapshot, rank: int) -> bytes:
             expected=f"{ref.length} bytes",
             found="none",
         ) from None
+
+
+def _as_named(ref: PartRef, data: bytes) -> bytes:
+    if digest128(data) != ref.digest:
+        raise DamagedError(f"{ref.key}: not what the snapshot names", key=ref.key)
+    return data
 
 
 def check_part(data: bytes, snapshot: Snapshot, rank: int) -> Part:

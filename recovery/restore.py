@@ -20,6 +20,7 @@ from typing import TypeAlias
 from ckpt.errors import NoSnapshot
 from ckpt.format.manifest import Part
 from ckpt.format.names import SnapshotId
+from ckpt.history.copies import mending
 from recovery.agree import Peers, Skip
 from recovery.attempt import Attempt, Documents
 from recovery.choose import Choice, Skipped, exhausted
@@ -105,7 +106,8 @@ def restore_seat(
             last = NoSnapshot(f"snapshot {id_.short}: {reason}")
         else:
             place = store, peers, seat, state, id_, holdings, meter, memory, threads
-            found = _with_journal(place, journals, choice)
+            with mending(store):
+                found = _with_journal(place, journals, choice)
             if not isinstance(found, Skip):
                 return _restored(found, seat, meter, tuple(skipped), holdings)
             last, reason = found.error, str(found.error)

@@ -46,6 +46,11 @@ class Copied(Protocol):
         """What reads found wrong with single copies."""
         ...
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether every place should hold every object: then one that lacks it has lost it."""
+        ...
+
     def copies(self, key: str) -> Mapping[str, Store]:
         """The places that should hold a copy of `key`, the one that `Store.get` asks first in front."""
         ...

@@ -76,6 +76,10 @@ class FanoutStore:
     def places(self) -> Mapping[str, Store]:
         return dict(self._places)
 
+    @property
+    def everywhere(self) -> bool:
+        return True
+
     def copies(self, key: str) -> Mapping[str, Store]:
         """All places; those last that lack it, or are away."""
         with self._lock:

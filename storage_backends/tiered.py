@@ -79,6 +79,10 @@ class TieredStore:
     def places(self) -> Mapping[str, Store]:
         return {FAST: self.fast, DURABLE: self.durable}
 
+    @property
+    def everywhere(self) -> bool:
+        return False
+
     def copies(self, key: str) -> Mapping[str, Store]:
         """What is copied behind is asked of the nearest first, everything else of the authority. A fast tier that
         failed once is asked last from then on: each failure costs the whole deadline of its retries."""

@@ -71,6 +71,7 @@ __all__ = [
     "SnapshotText",
     "StoreDoc",
     "Totals",
+    "check_seal",
     "chunk_digest",
     "digest64",
     "digest128",
@@ -202,9 +203,14 @@ def unseal(data: bytes, kind: type[Document], *, key: str) -> Document:
         DamagedError: cut, changed, or not such a document.
         FormatTooNew: a later version wrote it.
     """
+    return decode(check_seal(data, key), kind, key)
+
+
+def check_seal(data: bytes, key: str) -> bytes:
+    """The JSON of a sealed document whose digest holds. Raises DamagedError."""
     if len(data) < 35 or data[-34:-33] != b"\n" or data[-1:] != b"\n":
         raise damaged(key, "a document that ends in its digest", f"{len(data)} bytes without one")
     body, seal_line = data[:-33], data[-33:-1]
     if (found := digest128(body).encode()) != seal_line:
         raise damaged(key, f"digest {seal_line.decode(errors='replace')}", f"digest {found.decode()}")
-    return decode(body, kind, key)
+    return body

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from ckpt.errors import DamagedError, NoSnapshot
@@ -33,6 +33,7 @@ from ckpt.format.names import (
     parse_run_key,
     run_key,
 )
+from ckpt.history.copies import checked
 from ckpt.history.reading import THREADS, read_many
 from storage_backends.base import Entry, NotFound, Refused, Store
 
@@ -161,20 +162,15 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
                 problems.append(Problem(key, text, "unreadable"))
             continue  # a snapshot or pin removed since it was listed
         try:
-            if key in run_names:
-                doc = unseal(data, RunDoc, key=key)
-                _same(key, f"{RUNS}{doc.run}.json")
-                runs[run_names[key]] = doc
-            elif key in names:
-                snapshot = unseal(data, Snapshot, key=key)
-                _same(key, SnapshotName(snapshot.id, snapshot.revision).key)
-                documents[key] = snapshot
-            else:
-                pin = unseal(data, PinDoc, key=key)
-                pinned = parse_snapshot(pin.snapshot)
-                _same(key, f"{PINS}{pin.name}.json")
-                assert pinned is not None  # the field's pattern has been checked
-                pins[pin.name] = pinned
+            match checked(store, key, data, partial(_document, key)):
+                case RunDoc() as doc:
+                    runs[run_names[key]] = doc
+                case Snapshot() as snapshot:
+                    documents[key] = snapshot
+                case PinDoc() as pin:
+                    pinned = parse_snapshot(pin.snapshot)
+                    assert pinned is not None  # the field's pattern has been checked
+                    pins[pin.name] = pinned
         except DamagedError as error:
             problems.append(Problem(key, str(error), "unreadable"))
 
@@ -255,6 +251,21 @@ def _there_is(history: History) -> str:
     shown = ", ".join(id_.short for id_ in ids[-10:])
     pins = f"; pins: {', '.join(sorted(history.pins))}" if history.pins else ""
     return f"there {'is' if len(ids) == 1 else 'are'} {len(ids)}: {'… ' if len(ids) > 10 else ''}{shown}{pins}"
+
+
+def _document(key: str, data: bytes) -> RunDoc | Snapshot | PinDoc:
+    """What lies under a key of runs/, snapshots/ or pins/. Raises DamagedError."""
+    if key.startswith(RUNS):
+        doc = unseal(data, RunDoc, key=key)
+        _same(key, f"{RUNS}{doc.run}.json")
+        return doc
+    if key.startswith(SNAPSHOTS):
+        snapshot = unseal(data, Snapshot, key=key)
+        _same(key, SnapshotName(snapshot.id, snapshot.revision).key)
+        return snapshot
+    pin = unseal(data, PinDoc, key=key)
+    _same(key, f"{PINS}{pin.name}.json")
+    return pin
 
 
 def _same(key: str, found: str) -> None:

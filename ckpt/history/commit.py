@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt.errors import DamagedError, FormatTooNew, SaveFailed
 from ckpt.format.manifest import Part, PartRef, Snapshot, digest128, read_part, seal, unseal
 from ckpt.format.names import PartName, SnapshotId, SnapshotName, parts_prefix
 from ckpt.history.assemble import Breathe, build_snapshot, check_replicas
 from ckpt.history.clock import Clock
+from ckpt.history.copies import checked, read
 from ckpt.history.reading import read_many
 from ckpt.history.runs import in_use, newest_run
 from storage_backends.base import NotFound, Refused, StorageError, Store
@@ -47,7 +49,7 @@ def look(store: Store, id_: SnapshotId, own: PartRef) -> Snapshot | None:
     """
     key = SnapshotName(id_).key
     try:
-        snapshot = unseal(store.get(key), Snapshot, key=key)
+        snapshot = read(store, key, lambda data: unseal(data, Snapshot, key=key))
     except (NotFound, DamagedError, FormatTooNew):
         return None  # damaged is not seen; writing it again writes the bytes that belong there
     return snapshot if snapshot.id == id_ and own in snapshot.parts else None
@@ -168,12 +170,15 @@ class _Step:
                     return f"{key} is gone"
                 # This rank's own bytes are compared with what it meant to store: a store may say yes and keep others.
                 known = self.own if key == self.own.key else None
-                part = read_part(data, key=key, name=known, breathe=self.breathe)
-                parts.append((PartRef(key, len(data), digest128(data)), part))
+                parts.append(checked(self.store, key, data, partial(self._part, key, known)))
                 self.breathe()
         except (DamagedError, FormatTooNew) as error:
             raise self.failed(str(error)) from error
         return parts
+
+    def _part(self, key: str, known: PartRef | None, data: bytes) -> tuple[PartRef, Part]:
+        part = read_part(data, key=key, name=known, breathe=self.breathe)
+        return PartRef(key, len(data), digest128(data)), part
 
     def commit(self, parts: list[tuple[PartRef, Part]]) -> Snapshot:
         """Check, fence, write, look at the parts once more, read back."""

@@ -19,6 +19,7 @@ from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, PruneDoc, seal, unseal
 from ckpt.format.names import PACKS, PARTS, PRUNES, SnapshotId, SnapshotName, parts_prefix, prune_key
 from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import Clock, SystemClock
+from ckpt.history.copies import checked
 from ckpt.history.keep import Keep
 from ckpt.history.plan import Decision, Order, decide, without_announced
 from ckpt.history.reading import THREADS, read_many
@@ -208,7 +209,7 @@ def _announcements(store: Store, threads: int, but: str | None = None) -> tuple[
         if data is None:
             continue
         try:
-            found[key] = unseal(data, PruneDoc, key=key)
+            found[key] = checked(store, key, data, lambda data: unseal(data, PruneDoc, key=key))  # noqa: B023 - called at once
         except DamagedError as error:
             notes.append(f"{error}; what it announced is not finished")
     return found, tuple(notes)

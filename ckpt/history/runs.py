@@ -40,6 +40,7 @@ from ckpt.format.names import (
     run_key,
 )
 from ckpt.history.clock import Clock
+from ckpt.history.copies import read
 from storage_backends.base import NotFound, Store
 
 log = logging.getLogger(__name__)
@@ -99,11 +100,10 @@ def ensure_store(store: Store) -> None:
         FormatTooNew: a newer version of this library made the store.
     """
     try:
-        data = store.get(STORE_KEY)
+        doc = read(store, STORE_KEY, lambda data: unseal(data, StoreDoc, key=STORE_KEY))
     except NotFound:
         store.put(STORE_KEY, seal(StoreDoc(FORMAT)))
         return
-    doc = unseal(data, StoreDoc, key=STORE_KEY)
     if doc.kind != _KIND:
         text = f"{store.url}: {STORE_KEY} says {doc.kind!r}, expected {_KIND!r}; give another URL"
         raise DamagedError(text, key=STORE_KEY, expected=_KIND, found=doc.kind)
@@ -208,7 +208,7 @@ def claimed_by_prune(store: Store, id_: SnapshotId) -> bool:
             log.warning("%s: %d bytes, and no document has more than %d; ignored", entry.key, entry.size, MAX_DOCUMENT)
             continue
         try:
-            doc = unseal(store.get(entry.key), PruneDoc, key=entry.key)
+            doc = read(store, entry.key, lambda data: unseal(data, PruneDoc, key=entry.key))  # noqa: B023 - called at once
         except NotFound:
             continue  # done, and everything it named is gone
         except DamagedError as error:
@@ -306,7 +306,7 @@ def _dead(doc: RunDoc, who: Identity) -> bool:
 
 def _run_doc(store: Store, run: RunId) -> RunDoc | None:
     try:
-        doc = unseal(store.get(run_key(run)), RunDoc, key=run_key(run))
+        doc = read(store, run_key(run), lambda data: unseal(data, RunDoc, key=run_key(run)))
     except (NotFound, DamagedError):
         return None
     return doc if doc.run == str(run) else None  # another run's under this name says nothing of this one
@@ -314,7 +314,7 @@ def _run_doc(store: Store, run: RunId) -> RunDoc | None:
 
 def _alive(store: Store, run: RunId) -> Alive | None:
     try:
-        doc = unseal(store.get(alive_key(run)), Alive, key=alive_key(run))
+        doc = read(store, alive_key(run), lambda data: unseal(data, Alive, key=alive_key(run)))
     except (NotFound, DamagedError):
         return None
     return doc if doc.run == str(run) else None
