@@ -20,6 +20,7 @@ from ckpt.ballot import Call
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.clock import SystemClock, countdown
+from ckpt.history.copier import Copier, chores
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
@@ -47,6 +48,7 @@ from recovery.restore import restore as restore_state
 from recovery.survey import survey
 from storage_backends import open_store
 from storage_backends.base import Store
+from storage_backends.tiered import near
 
 log = logging.getLogger("ckpt")
 
@@ -120,7 +122,7 @@ class Checkpointer:
         )
         self._position = Position()
         self._writer = Writer(
-            self._store,
+            near(self._store),
             self._clock,
             WriterSettings(
                 amplification=opt.restore_amplification,
@@ -133,6 +135,9 @@ class Checkpointer:
             self._sweeper = Sweeper(
                 self._store, self._clock, keep, grace=seconds(opt.grace), listing_lag=seconds(opt.listing_lag)
             )
+        self._copier = Copier(
+            self._store, chores(self._store, self._clock, ranks.rank, ranks.world_size), lambda: self._tenure.run
+        )
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
@@ -217,6 +222,7 @@ class Checkpointer:
         self._writer.adopt(reference_after(restored, own, self._flattener.flatten(), self._taking))
         log.info("%s", restored)
         self._saves.anchor(restored.step)
+        self._copier.nudge()  # what an earlier start of this job did not come to copy
         return restored.step
 
     def batches(self, loader: Any, total: int) -> Iterator[tuple[int, Any]]:
@@ -294,6 +300,7 @@ class Checkpointer:
             self._outcomes.count(seconds=time.perf_counter() - began)
 
     def _after_commit(self) -> None:
+        self._copier.nudge()
         if self._sweeper is not None:
             self._sweeper.nudge()
 
@@ -321,7 +328,8 @@ class Checkpointer:
 
         Raises:
             SaveFailed: an earlier save failed, or the last one was not seen committed within `timeout` seconds; it is
-                given up then, so that the process can end.
+                given up then, so that the process can end. Stage "copy": all are committed, but a store of several
+                places (`tiered`, `fanout`) could not be brought up to date.
         """
         if self._closed or self._pid != os.getpid():
             return  # a forked child leaves at once: the save in flight, the run and the mirror are its parent's
@@ -337,6 +345,7 @@ class Checkpointer:
             done = self._writer.stop(left())
         if self._sweeper is not None:
             self._sweeper.stop(left())
+        behind = self._copier.stop(left())
         # A run whose last save still hangs is not marked as ended: its put may land yet.
         self._tenure.close(ended=done, timeout=left())
         # A job that comes to its end needs no mirror; one that fails or is told to stop will be back. A last save that
@@ -356,6 +365,13 @@ class Checkpointer:
                 stage="commit",
             )
         self._outcomes.raise_untold()
+        if behind is not None:
+            raise SaveFailed(
+                f"{self._store.url}: every save is committed, but its copies are behind: {behind}; the next start goes "
+                "on copying, and so does 'ckpt verify --repair'",
+                step=0 if ticket is None else ticket.step,
+                stage="copy",
+            )
 
     def __enter__(self) -> Self:
         return self

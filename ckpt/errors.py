@@ -114,7 +114,7 @@ class StoreInUse(CheckpointError):  # noqa: N818
 class SaveFailed(CheckpointError):  # noqa: N818
     """A save did not become a snapshot, or was not seen to. Training may go on; the next save stands by itself.
 
-    Attributes: step, stage ("capture", "encode", "upload", "commit", "replicas", "writer").
+    Attributes: step, stage ("capture", "encode", "upload", "commit", "replicas", "writer", "copy").
     """
 
     def __init__(self, message: str, *, step: int, stage: str) -> None:

@@ -6,24 +6,33 @@ Rank 0 opens and beats; the others learn the run's name. A run is opened before 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from ckpt.agreement import Group, on_first
 from ckpt.errors import HistoryExists
-from ckpt.format.names import RunId, SnapshotId
+from ckpt.format.names import RunId, SnapshotId, run_key
 from ckpt.history.clock import Clock
 from ckpt.history.runs import Heartbeat, Identity, claimed_by_prune, ensure_store, history_exists, open_run
-from storage_backends.base import Store
+from storage_backends.base import Refused, StorageError, Store
+from storage_backends.tiered import near
 
 PATIENCE = 5.0
 """Seconds that the last beat may take: without it the next job only waits a little longer."""
 
 
+class Team(Group, Protocol):
+    """The ranks of a job, as far as opening a run needs them."""
+
+    def gather(self, data: bytes) -> list[bytes]: ...
+
+
 class Tenure:
     """At most one open run. Every method that says so is collective, on the main thread."""
 
-    def __init__(self, store: Store, clock: Clock, group: Group, who: Identity, interval: float) -> None:
+    def __init__(self, store: Store, clock: Clock, group: Team, who: Identity, interval: float) -> None:
         self._store = store
         self._clock = clock
         self._group = group
@@ -75,8 +84,35 @@ class Tenure:
 
     def _open(self, resumed_from: SnapshotId | None, fresh: bool) -> RunId:
         self.close()
-        self.run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
-        return self.run
+        self.run = run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
+        self._share_the_fast_tier(run)
+        return run
+
+    def _share_the_fast_tier(self, run: RunId) -> None:
+        """Every rank must find on its fast tier what rank 0 has just written there: a save is committed by whoever
+        finds the parts of all ranks on it. Disks of several nodes under one path would look like one tier.
+
+        Raises:
+            Refused: they are not one place; on all ranks.
+        """
+        fast = near(self._store)
+        if fast is self._store or self._group.world_size == 1:
+            return
+        try:
+            fast.get_range(run_key(run), 0, 1)
+            found = b""
+        except StorageError as error:
+            found = f"{socket.gethostname()}: {error}".encode()
+        blind = {rank: text.decode() for rank, text in enumerate(self._group.gather(found)) if text}
+        if blind:
+            self.close()
+            rank, text = next(iter(blind.items()))
+            raise Refused(
+                f"{fast.url} is not one place for all ranks: {len(blind)} of them do not find what rank 0 wrote there, "
+                f"first rank {rank} ({text}); give a fast tier that all nodes share, or the durable tier alone",
+                store=fast.url,
+                key=run_key(run),
+            )
 
     def _open_on_first(self, resumed_from: SnapshotId | None, fresh: bool) -> bytes:
         if not fresh and history_exists(self._store):
@@ -85,6 +121,7 @@ class Tenure:
                 "fresh=True; call restore() first, pass fresh=True to start a new line, or choose another URL"
             )
         ensure_store(self._store)
+        ensure_store(near(self._store))
         run = open_run(
             self._store,
             self._clock,

@@ -170,3 +170,8 @@ class TieredStore:
         except NotFound:
             return
         self.durable.put(_MARK, mark)
+
+
+def near(store: Store) -> Store:
+    """Where a save is written and committed: the fast tier, or the store itself if it has none."""
+    return store.fast if isinstance(store, TieredStore) else store

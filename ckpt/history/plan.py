@@ -14,6 +14,7 @@ from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId
 from ckpt.history.catalog import History
 from ckpt.history.keep import Keep, reasons
 from storage_backends.base import Entry
+from storage_backends.tiered import DURABLE, FAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,21 @@ def _protected(
     history: History, objects: _Objects, clock: _Clock, announced: Collection[SnapshotId]
 ) -> dict[SnapshotId, str]:
     """What nothing can remove (PROTOCOL.md §5.1)."""
-    return _leaned_on(history, objects, clock, announced) | {
-        pinned: f"pin {name}" for name, pinned in history.pins.items()
-    }
+    return (
+        _leaned_on(history, objects, clock, announced)
+        | _on_one_tier(history)
+        | {pinned: f"pin {name}" for name, pinned in history.pins.items()}
+    )
+
+
+def _on_one_tier(history: History) -> dict[SnapshotId, str]:
+    """Of a store of two tiers: what the durable one lacks yet, and the newest that it has. The fast tier may vanish at
+    any moment, and then that one is all there is."""
+    places = {id_: history.entries[key].places for id_, key in history.keys.items() if key in history.entries}
+    found = {id_: "not yet on the durable tier" for id_, on in places.items() if on == (FAST,)}
+    if found and (copied := [id_ for id_, on in places.items() if DURABLE in on]):
+        found[max(copied)] = "the newest on the durable tier"
+    return found
 
 
 def _leaned_on(
