@@ -29,6 +29,7 @@ class Listed:
         size: bytes of the whole state.
         metrics: what `save` was given.
         pins: the names that hold it.
+        places: of a store of several places, the names of those that hold it; else nothing.
         abandoned: the job went back and took another way; it does not lead to the newest snapshot.
     """
 
@@ -44,6 +45,7 @@ class Listed:
     metrics: dict[str, Any]
     pins: tuple[str, ...]
     abandoned: bool
+    places: tuple[str, ...] = ()
 
 
 class History:
@@ -141,4 +143,5 @@ def listed(history: catalog.History, id_: SnapshotId) -> Listed:
         snapshot.metrics or {},
         tuple(sorted(name for name, pinned in history.pins.items() if pinned == id_)),
         id_ in history.abandoned,
+        history.entries[key].places if (key := history.keys[id_]) in history.entries else (),
     )
