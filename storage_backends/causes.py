@@ -98,6 +98,9 @@ REFUSED_NAMES = frozenset(
     }
 )
 
+# A wrong option, or a bug here or there: no number of tries changes it.
+MISTAKES = (ValueError, TypeError, AttributeError, ImportError, KeyError)
+
 
 def meaning(error: BaseException) -> type[StorageError]:
     """`NotFound`, `Unavailable` or `Refused`, by the first link in the chain of causes that is sure."""
@@ -113,7 +116,13 @@ def meaning(error: BaseException) -> type[StorageError]:
         kind = _alone(link)
         if kind is not None:
             return kind
-    return Unavailable
+    # Last of all: azure's library trips (TypeError) over a 503 whose body it does not know; the 503 is what counts.
+    return Refused if any(isinstance(link, MISTAKES) for link in links) else Unavailable
+
+
+def telling(error: BaseException) -> BaseException:
+    """The link in the chain of causes to show: the outermost that is no mistake made while handling another."""
+    return next((link for link in _chain(error) if not isinstance(link, MISTAKES)), error)
 
 
 def _alone(error: BaseException) -> type[StorageError] | None:
@@ -140,8 +149,6 @@ def _alone(error: BaseException) -> type[StorageError] | None:
     status = _status(error)
     if status is not None:
         return _by_status(status)
-    if isinstance(error, ValueError | TypeError | AttributeError | ImportError | KeyError):
-        return Refused  # a wrong option, or a bug here or there: no number of tries changes it
     return None
 
 

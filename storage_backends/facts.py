@@ -1,7 +1,8 @@
 """What is true of each fsspec backend, as one table: the code asks the table, never the name of a backend.
 
-Measured or read in the sources of fsspec 2026.9, s3fs, gcsfs, adlfs and paramiko of the same months. Not in the table,
-because `FsspecStore` treats all alike:
+S3, Azure and SFTP are held to it on real servers (tests/storage_backends), GCS only by the sources of gcsfs; all with
+fsspec 2026.9 and libraries of the same months. Every verb is one request for each object, and one for each page of a
+listing. Not in the table, because `FsspecStore` treats all alike:
   ranges past the end   memory and SFTP answer short, S3 416 as EINVAL, Azure its own exception: the size is asked then;
   bulk deletes          s3fs drops the errors of single keys (``Quiet``), adlfs stops at the first absent one: objects
                         are removed one by one, `threads` at a time;
@@ -10,12 +11,20 @@ because `FsspecStore` treats all alike:
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 SFTP_SLICE = 4 << 20
+
+CONNECTING = 10.0
+"""Seconds for making a connection."""
+PATIENCE = 30.0
+"""Seconds without an answer after which a request has failed; a put gets more, by its size."""
+SLOWEST = 512 << 10
+"""Bytes per second at which a put may crawl and is still waited for."""
 
 # fsspec ships no types, and none of its classes may be imported where only some are installed.
 FileSystem: TypeAlias = Any
@@ -26,10 +35,105 @@ def pipe_whole(fs: FileSystem, path: str, data: bytes) -> None:
     fs.pipe_file(path, data)
 
 
+def in_time(fs: FileSystem, call: Callable[[], Awaitable[None]], limit: float, what: str) -> None:
+    """Run a coroutine of an asynchronous backend, cancelled after `limit` seconds."""
+    from fsspec.asyn import sync
+
+    async def limited() -> None:
+        await asyncio.wait_for(call(), limit)
+
+    try:
+        sync(fs.loop, limited)
+    except TimeoutError as error:
+        raise TimeoutError(f"timed out: {what} took more than {limit:.0f} s") from error
+
+
+def pipe_in_time(fs: FileSystem, path: str, data: bytes) -> None:
+    """`pipe_whole`, cancelled when it takes too long. aiohttp's own timeouts begin once the body has been sent: with a
+    server that took the connection and says nothing, not even "100 Continue", a put would wait for ever."""
+    limit = PATIENCE + len(data) / SLOWEST
+    in_time(fs, lambda: fs._pipe_file(path, data), limit, f"a put of {len(data)} bytes")
+
+
+def remove(fs: FileSystem, path: str) -> None:
+    fs.rm_file(path)
+
+
+def azure_remove(fs: FileSystem, path: str) -> None:
+    """adlfs passes its timeouts to uploads and downloads only."""
+    in_time(fs, lambda: fs._rm_file(path), PATIENCE, "a delete")
+
+
 def cat(fs: FileSystem, path: str, start: int | None, stop: int | None) -> bytes:
     """Bytes `start` to `stop`, or fewer if the object ends before; all of them if both are None."""
     data = fs.cat_file(path, start=start, end=stop)
     return data if isinstance(data, bytes) else bytes(data)
+
+
+def find(fs: FileSystem, root: str, prefix: str) -> Iterable[Mapping[str, Any]]:
+    """Everything below ``root/prefix``; for backends that say "not found", or nothing, where there is nothing."""
+    found = fs.find(f"{root}/{prefix}".rstrip("/"), detail=True)
+    return list(found.values())
+
+
+def s3_find(fs: FileSystem, root: str, prefix: str) -> Iterable[Mapping[str, Any]]:
+    """From the bucket, with a prefix: given a path, s3fs asks two times more when nothing lies below it."""
+    bucket, _, above = root.partition("/")
+    found = fs.find(bucket, prefix=f"{above}/{prefix}".lstrip("/"), detail=True)
+    return list(found.values())
+
+
+def azure_find(fs: FileSystem, root: str, prefix: str) -> Iterable[Mapping[str, Any]]:
+    """Azure's own listing: that of adlfs takes a missing container for an empty one, and first asks for the prefix as
+    an object. In accounts with real folders these are listed too, as empty objects that say so in their metadata."""
+    from fsspec.asyn import sync
+
+    container, _, above = root.partition("/")
+    limits = {"connection_timeout": CONNECTING, "read_timeout": PATIENCE}
+
+    async def blobs() -> list[Mapping[str, Any]]:
+        async with fs.service_client.get_container_client(container) as client:
+            listed = client.list_blobs(name_starts_with=f"{above}/{prefix}".lstrip("/"), include=["metadata"], **limits)
+            return [
+                {
+                    "name": f"{container}/{blob.name}",
+                    "size": blob.size,
+                    "type": "directory" if _is_folder(blob.metadata or {}) else "file",
+                    "last_modified": blob.last_modified,
+                }
+                async for blob in listed
+            ]
+
+    return list(sync(fs.loop, blobs))
+
+
+def _is_folder(metadata: Mapping[str, str]) -> bool:
+    marks = {name.lower(): value for name, value in metadata.items()}
+    return "true" in (marks.get("hdi_isfolder"), marks.get("is_directory"))
+
+
+def as_made(fs: FileSystem) -> None:
+    """Nothing to do for an instance."""
+
+
+def s3_tries_once(fs: FileSystem) -> None:
+    """Retries belong to RetryingStore: five of s3fs on top of botocore's turn a timeout of 2 s into one of 24 s."""
+    fs.retries = 1
+
+
+def azure_tries_once(fs: FileSystem) -> None:
+    """The same: four tries of Azure's library, 15 s and more apart, turn a 503 into 80 s. adlfs passes no policy on."""
+    fs.service_client._config.retry_policy.total_retries = 0
+
+
+def sftp_waits_for_no_silence(fs: FileSystem) -> None:
+    """Its own timeouts are those of connecting; an answer would be waited for without end."""
+    fs.ftp.get_channel().settimeout(PATIENCE)
+
+
+def sftp_close(fs: FileSystem) -> None:
+    """A thread of paramiko holds the connection, so nobody else would ever let go of it."""
+    fs.client.close()
 
 
 def sftp_write(fs: FileSystem, path: str, data: bytes) -> None:
@@ -66,8 +170,11 @@ class Facts:
         threads: requests at a time within one delete or listing.
         mtime: names that the modification time may have in a listing.
         write, read: how bytes go in and out.
+        remove: how one object goes.
+        find: how all below a prefix is listed, if `flat`.
         options: storage options, unless the user gives others.
-        attributes: set on each instance, for what its constructor does not take.
+        prepare: changes each new instance, where its constructor does not take what must be different.
+        close: for an instance that failed and will not be used again, if not `shared`.
     """
 
     extra: str | None = None
@@ -80,8 +187,11 @@ class Facts:
     mtime: tuple[str, ...] = ("mtime", "last_modified", "LastModified", "updated", "modified", "created")
     write: Callable[[FileSystem, str, bytes], None] = pipe_whole
     read: Callable[[FileSystem, str, int | None, int | None], bytes] = cat
+    remove: Callable[[FileSystem, str], None] = remove
+    find: Callable[[FileSystem, str, str], Iterable[Mapping[str, Any]]] = find
     options: Mapping[str, Any] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[FileSystem], None] = as_made
+    close: Callable[[FileSystem], None] = as_made
 
 
 # A backend that we know nothing about gets the careful way of everything.
@@ -96,15 +206,37 @@ _S3 = Facts(
     shared=True,
     threads=16,
     mtime=("LastModified",),
-    # Retries belong to RetryingStore: five of s3fs on top of botocore's turn a timeout of 2 s into one of 24 s.
-    options={"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}},
-    attributes={"retries": 1},
+    write=pipe_in_time,
+    find=s3_find,
+    options={
+        "config_kwargs": {
+            "connect_timeout": CONNECTING,
+            "read_timeout": PATIENCE,
+            "retries": {"total_max_attempts": 1},
+        },
+        # With more, s3fs asks for the size of every object before it reads it. Packs are read in ranges anyway, and
+        # are too small for multipart uploads.
+        "max_concurrency": 1,
+    },
+    prepare=s3_tries_once,
 )
 _GCS = Facts(
     extra="gcs", whole=True, bucket=True, folders=False, flat=True, shared=True, threads=16, mtime=("mtime", "updated")
 )
 _AZURE = Facts(
-    extra="azure", whole=True, bucket=True, folders=False, flat=True, shared=True, threads=16, mtime=("last_modified",)
+    extra="azure",
+    whole=True,
+    bucket=True,
+    folders=False,
+    flat=True,
+    shared=True,
+    threads=16,
+    mtime=("last_modified",),
+    write=pipe_in_time,
+    remove=azure_remove,
+    find=azure_find,
+    options={"connection_timeout": CONNECTING, "read_timeout": PATIENCE},
+    prepare=azure_tries_once,
 )
 # One instance used by several threads hangs (3 of 3). Its rename replaces (posix-rename@openssh.com). No fsync: as
 # durable as the server makes a closed file. sshd lets ten unauthenticated connections wait, and refuses the rest.
@@ -114,7 +246,9 @@ _SFTP = Facts(
     mtime=("mtime",),
     write=sftp_write,
     read=sftp_read,
-    options={"timeout": 10, "banner_timeout": 15, "auth_timeout": 15},
+    options={"timeout": CONNECTING, "banner_timeout": 15, "auth_timeout": 15},
+    prepare=sftp_waits_for_no_silence,
+    close=sftp_close,
 )
 
 FACTS: Mapping[str, Facts] = {

@@ -26,7 +26,7 @@ from storage_backends.base import (
     is_key,
     past_the_end,
 )
-from storage_backends.causes import meaning
+from storage_backends.causes import meaning, telling
 from storage_backends.facts import FileSystem, facts_of
 from storage_backends.instances import Instances
 from storage_backends.parallel import each
@@ -70,11 +70,10 @@ class FsspecStore:
             fs = cls(**options, skip_instance_cache=True)
             # By attribute, since not every constructor passes the option on (SFTP sends it to paramiko).
             fs.dircache.use_listings_cache = False
-            for name, value in self._facts.attributes.items():
-                setattr(fs, name, value)
+            self._facts.prepare(fs)
             return fs
 
-        self._instances = Instances(make, shared=self._facts.shared)
+        self._instances = Instances(make, shared=self._facts.shared, close=self._facts.close)
 
     @property
     def url(self) -> str:
@@ -91,7 +90,7 @@ class FsspecStore:
                 if not self._facts.folders:
                     raise
                 # Made only when missing: a put costs no request more where the folder is there, which is mostly.
-                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                _make_folders(fs, path.rpartition("/")[0])
                 self._publish(fs, path, whole)
 
     def get(self, key: str) -> bytes:
@@ -134,7 +133,7 @@ class FsspecStore:
         def remove(key: str) -> StorageError | None:
             try:
                 with self._asking("delete", key) as fs, self._not_a_folder(fs, key):
-                    fs.rm_file(self._path(key))
+                    self._facts.remove(fs, self._path(key))
             except NotFound:
                 return None
             except StorageError as error:
@@ -195,11 +194,9 @@ class FsspecStore:
         try:
             with self._asking("list", prefix) as fs:
                 fs.invalidate_cache()
-                found = fs.find(self._path(prefix).rstrip("/"), detail=True)
+                return self._facts.find(fs, self._root, prefix)
         except NotFound:
             return []
-        # adlfs answers with a bare list when the prefix itself is an object: nothing lies below it.
-        return found.values() if isinstance(found, dict) else []
 
     def _walk(self, prefix: str) -> Iterator[Mapping[str, Any]]:
         todo = [self._path(prefix).rstrip("/") or "/"]
@@ -246,7 +243,8 @@ class FsspecStore:
             kind = Unavailable if self._facts.folders else Refused
         elif verb != "put" and isinstance(error, NotADirectoryError):
             kind = NotFound  # below an object there is none
-        text = f"{type(error).__name__}: {error}"
+        told = telling(error)
+        text = f"{type(told).__name__}: {told}"
         for secret in self._secrets:
             text = text.replace(secret, "***")
         what = "is not there" if kind is NotFound else f"{verb} failed"
@@ -256,6 +254,23 @@ class FsspecStore:
 def public_url(url: str) -> str:
     """The URL without what must not be shown: a password, and a query, which may hold a signature."""
     return _USER.sub(r"\1@", url.partition("?")[0]).rstrip("/")
+
+
+def _make_folders(fs: FileSystem, path: str) -> None:
+    """Make a folder and those above it, while others may be making them too.
+
+    `makedirs` looks first and makes then; where another was faster, SFTP says no more than "Failure". Whoever fails at
+    a folder that is there by now goes on with the next, so there are as many attempts as folders.
+    """
+    for level in reversed(range(path.count("/") + 1)):
+        try:
+            fs.makedirs(path, exist_ok=True)
+            return
+        except Exception:
+            if fs.isdir(path):
+                return
+            if level == 0:
+                raise
 
 
 def _secrets_in(url: str, options: Mapping[str, Any]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from storage_backends.base import NotFound
 from storage_backends.causes import meaning
@@ -15,12 +15,13 @@ from storage_backends.facts import FileSystem
 class Instances:
     """Private instances of one backend: one for all threads, or one for each call in flight.
 
-    An instance that failed is not used again where each call has its own: its connection may be what broke, and the
-    next attempt then opens another. After a fork the child makes its own: neither sockets nor event loops survive it.
+    An instance that failed is closed where each call has its own: its connection may be what broke, and the next
+    attempt then opens another. After a fork the child makes its own: neither sockets nor event loops survive it.
     """
 
-    def __init__(self, make: Callable[[], FileSystem], *, shared: bool) -> None:
+    def __init__(self, make: Callable[[], FileSystem], *, shared: bool, close: Callable[[FileSystem], None]) -> None:
         self._make = make
+        self._close = close
         self._shared = shared
         self._lock = threading.Lock()
         self._idle: list[FileSystem] = []
@@ -48,6 +49,9 @@ class Instances:
         except Exception as error:
             if meaning(error) is NotFound:
                 self._give_back(fs)
+            else:
+                with suppress(Exception):  # the first error is the one to tell
+                    self._close(fs)
             raise
         self._give_back(fs)
 

@@ -1,4 +1,4 @@
-"""What all tests share: the campaign switch, and one thread per process (two cores run many processes)."""
+"""What all tests share: the switches for campaigns and servers, and one thread per process (two cores run many)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers.fixture import Servers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,14 +34,25 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(_mirrors, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def servers(request: pytest.FixtureRequest) -> Servers:
+    """Real storage servers; a test that cannot have its server is skipped, or fails under --servers-required."""
+    return Servers(required=request.config.getoption("--servers-required"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the long random campaigns too")
+    parser.addoption("--servers", action="store_true", help="run what needs real storage servers too; installs them")
+    parser.addoption("--servers-required", action="store_true", help="the same; one that cannot be had is an error")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--campaign"):
-        return
-    skip = pytest.mark.skip(reason="a long campaign; run with --campaign")
+    off = {}
+    if not config.getoption("--campaign"):
+        off["campaign"] = pytest.mark.skip(reason="a long campaign; run with --campaign")
+    if not (config.getoption("--servers") or config.getoption("--servers-required")):
+        off["servers"] = pytest.mark.skip(reason="needs real storage servers; run with --servers")
     for item in items:
-        if "campaign" in item.keywords:
-            item.add_marker(skip)
+        for name, skip in off.items():
+            if item.get_closest_marker(name) is not None:  # not by keyword: a folder of this name is one too
+                item.add_marker(skip)

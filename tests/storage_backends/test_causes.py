@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from storage_backends.base import NotFound, Refused, StorageError, Unavailable
-from storage_backends.causes import REFUSED_ERRNOS, TRANSIENT_ERRNOS, meaning
+from storage_backends.causes import REFUSED_ERRNOS, TRANSIENT_ERRNOS, meaning, telling
 
 
 class ClientError(Exception):
@@ -98,6 +98,10 @@ def test_one_exception_by_itself(error: Exception, kind: type[StorageError]) -> 
         (caused(RuntimeError("Failed to remove"), HttpResponseError(503)), Unavailable),
         (caused(RuntimeError("outer"), caused(RuntimeError("inner"), PermissionError())), Refused),
         (caused(NotFound("x", store="s", key="k"), ConnectionError()), NotFound),
+        # azure's library trips over an error whose body it does not know.
+        (caused(TypeError("unsupported operand"), HttpResponseError(503)), Unavailable),
+        (caused(TypeError("unsupported operand"), HttpResponseError(403)), Refused),
+        (caused(RuntimeError("outer"), ValueError("wrong option")), Refused),
     ],
     ids=repr,
 )
@@ -114,6 +118,13 @@ def test_an_exception_raised_while_handling_another_is_asked_and_a_cycle_ends() 
     assert meaning(late) is Refused
     late.__suppress_context__ = True
     assert meaning(late) is Unavailable
+
+
+def test_what_is_told_is_the_fault_and_not_the_mistake_made_in_handling_it() -> None:
+    fault = HttpResponseError(503)
+    assert telling(caused(TypeError("unsupported operand"), fault)) is fault
+    alone = TypeError("unexpected keyword")
+    assert telling(alone) is alone
 
 
 def test_no_error_number_is_both() -> None:

@@ -221,6 +221,58 @@ def test_a_half_written_object_is_never_seen(place: str, monkeypatch: pytest.Mon
     assert store.get("a/o") == b"new" * 20
 
 
+class Foldered(Careful):
+    """Folders are real, and somebody else is always faster at making the next one."""
+
+    protocol = "foldered"
+    made: set[str]
+    attempts = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.made = set()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        type(self).attempts += 1
+        parts = path.split("/")
+        for n in range(2, len(parts) + 1):
+            folder = "/".join(parts[:n])
+            if folder not in self.made:
+                self.made.add(folder)
+                raise OSError("Failure")
+
+    def isdir(self, path: str) -> bool:
+        return path in self.made
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if path.rpartition("/")[0] not in self.made:
+            raise FileNotFoundError(path)
+        super().pipe_file(path, value)
+
+    def mv(self, old: str, new: str, **options: Any) -> None:
+        MemoryFileSystem.mv(self, old, new)
+
+
+def test_folders_that_others_make_at_the_same_time_are_no_error(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTP: two threads put into a new folder, both find it missing, and one is told "Failure" for making it."""
+    faulty(monkeypatch, "foldered", Foldered)
+    monkeypatch.setattr(Foldered, "attempts", 0)
+    store = FsspecStore(f"foldered://{place}")
+    store.put("a/b/c/o", b"1")
+    assert store.get("a/b/c/o") == b"1"
+    assert Foldered.attempts == 4
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Foldered, path: str, exist_ok: bool = False) -> None:
+        raise PermissionError(path)
+
+    faulty(monkeypatch, "foldered", Foldered)
+    monkeypatch.setattr(Foldered, "makedirs", fail)
+    with pytest.raises(Refused, match="put failed"):
+        FsspecStore(f"foldered://{place}").put("a/b/o", b"1")
+
+
 def test_left_over_temporary_objects_are_not_listed(place: str) -> None:
     store = FsspecStore(f"careful://{place}")
     store.put("a/o", b"1")
@@ -401,7 +453,10 @@ def test_options_of_the_user_go_before_those_of_the_table_one_setting_at_a_time(
             super().__init__()
             self.options = options
 
-    facts = Facts(shared=True, options={"timeout": 1, "config": {"a": 1, "b": 1}}, attributes={"retries": 1})
+    def prepare(fs: Optional) -> None:
+        fs.retries = 1  # type: ignore[attr-defined]
+
+    facts = Facts(shared=True, options={"timeout": 1, "config": {"a": 1, "b": 1}}, prepare=prepare)
     faulty(monkeypatch, "optional", Optional, facts)
     store = FsspecStore(f"optional://{place}", {"config": {"b": 2}, "more": 3})
     with store._instances.borrowed() as fs:
