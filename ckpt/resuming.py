@@ -46,4 +46,4 @@ def reference_after(restored: Restored, own: HeldSlot | None, flat: Flat, taking
     stored = stored_already(parts, restored.rank, layout, data)
     if not stored.table:
         return None
-    return Reference(restored.id, stored.layout, data, stored.table, stored.packs, stored.shared)
+    return Reference(restored.id, stored.layout, data, stored.table, stored.packs, stored.shared, stored.loans)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -60,9 +61,29 @@ class Place:
         return f"step {self.step}, rank {self.rank}, {self.leaf} chunk {self.chunk}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What of a chunk of an old bundle is its part's own: bytes ``[start, stop)``, in order and apart, which begin at
+    byte `at` when they are put side by side; `digest` is of them all, so."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop, _ in self.ranges)
+
+    def at(self, byte: int) -> int:
+        """Where a byte of the chunk that is kept lies among those that are."""
+        start, _, at = self.ranges[bisect_right(self.ranges, byte, key=itemgetter(0)) - 1]
+        return at + byte - start
+
+
 @dataclass(eq=False, slots=True)
 class ChunkJob:
-    """One chunk to rebuild: `blobs` decode to the bytes of `of`; `box`, cut out of it, has `digest`; then `copies`."""
+    """One chunk to rebuild: `blobs` decode to the bytes of `of`; `box`, cut out of it, has `digest`; then `copies`.
+    With `kept`, these are of what is kept of it alone, and nothing else is handed on. `bundle`: its number in the part,
+    if it is of one."""
 
     place: Place
     blobs: tuple[Blob, ...]
@@ -71,6 +92,8 @@ class ChunkJob:
     box: Box
     digest: str
     copies: list[tuple[Target, Copy]] = field(default_factory=list)
+    bundle: int | None = None
+    kept: Kept | None = None
 
     @property
     def nbytes(self) -> int:
@@ -200,6 +223,8 @@ class _Planner:
         self._parts = parts
         self._bundles: dict[tuple[int, int], tuple[list[Cut], list[int]]] = {}
         self._rows: dict[tuple[int, str, Box], Target] = {}
+        self._kept: dict[tuple[int, int], tuple[Kept, ...]] = {}
+        self._runs: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self.jobs: dict[object, ChunkJob] = {}
 
     def add(self, rank: int, row: ShardRow, held: Box, box: Box, target: Target) -> None:
@@ -229,14 +254,17 @@ class _Planner:
             target = whole_row
         number, first = row.bundle
         pieces, starts = self._bundle(rank, number)
+        kept = self._kept_of(rank, number, pieces)
         start, stop = first * size, (first + held.numel) * size
         for n in range(bisect_right(starts, start) - 1, len(pieces)):
             cut = pieces[n]
             if cut.start >= stop:
                 break
             a, b = max(cut.start, start), min(cut.stop, stop)
-            job = self._job(part, rank, row, part.bundles[number].chunks[n], n, cut.box)
-            job.copies.append((target, Run(a - cut.start, b - cut.start, a - start)))
+            mine = kept[n] if kept else None
+            job = self._job(part, rank, row, part.bundles[number].chunks[n], n, cut.box, mine)
+            at = a - cut.start if mine is None else mine.at(a - cut.start)
+            job.copies.append((target, Run(at, at + b - a, a - start)))
 
     def _bundle(self, rank: int, number: int) -> tuple[list[Cut], list[int]]:
         found = self._bundles.get((rank, number))
@@ -248,11 +276,41 @@ class _Planner:
             found = self._bundles[rank, number] = (pieces, [cut.start for cut in pieces])
         return found
 
-    def _job(self, part: Part, rank: int, row: ShardRow, chunk: ChunkRow, n: int, box: Box) -> ChunkJob:
+    def _kept_of(self, rank: int, number: int, pieces: Sequence[Cut]) -> tuple[Kept, ...]:
+        """What of each chunk of a bundle is the part's own; nothing where that is all of it."""
+        digests = self._parts[rank].bundles[number].kept
+        if not digests:
+            return ()
+        found = self._kept.get((rank, number))
+        if found is None:
+            runs = self._own_runs(rank)[number]
+            found = tuple(Kept(_cut_up(runs, cut), digest) for cut, digest in zip(pieces, digests, strict=True))
+            self._kept[rank, number] = found
+        return found
+
+    def _own_runs(self, rank: int) -> dict[int, list[tuple[int, int]]]:
+        """By bundle, the runs of its bytes that are shards of the part, sorted and apart."""
+        found = self._runs.get(rank)
+        if found is None:
+            found = self._runs[rank] = {}
+            for row in self._parts[rank].shards:
+                if row.bundle is not None and row.nbytes:
+                    start = row.bundle[1] * DTYPES[row.dtype].size
+                    found.setdefault(row.bundle[0], []).append((start, start + row.nbytes))
+            for number, runs in found.items():
+                found[number] = _merged(runs)
+        return found
+
+    def _job(
+        self, part: Part, rank: int, row: ShardRow, chunk: ChunkRow, n: int, box: Box, kept: Kept | None = None
+    ) -> ChunkJob:
         blobs = tuple(part.blob(b) for b in chunk.blobs)
         of = box if chunk.of is None else Box(*chunk.of)
         # Equal chunks share blobs wherever they lie; only for clipped ones the place matters.
-        key: object = (blobs, row.dtype, chunk.digest, box.numel if of == box else (of, box))
+        number = None if row.bundle is None else row.bundle[0]
+        # Of old bundles, each part keeps something else.
+        whose = None if kept is None else (rank, number)
+        key: object = (blobs, row.dtype, chunk.digest, box.numel if of == box else (of, box), whose)
         job = self.jobs.get(key)
         if job is None:
             key_ = PartName(part.id, rank, part.revision).key
@@ -260,5 +318,29 @@ class _Planner:
             shape = row.shape if row.bundle is None else (part.bundles[row.bundle[0]].length,)
             if not of.within(shape) or of.intersect(box) != box:
                 raise _clipped_wrong(place, box, of)
-            job = self.jobs[key] = ChunkJob(place, blobs, row.dtype, of, box, chunk.digest)
+            job = self.jobs[key] = ChunkJob(place, blobs, row.dtype, of, box, chunk.digest, bundle=number, kept=kept)
         return job
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _cut_up(runs: Sequence[tuple[int, int]], cut: Cut) -> tuple[tuple[int, int, int], ...]:
+    """Of sorted runs of a bundle's bytes, what lies in one of its chunks; see `Kept.ranges`."""
+    ranges: list[tuple[int, int, int]] = []
+    at = 0
+    for start, stop in runs[max(bisect_right(runs, cut.start, key=itemgetter(0)) - 1, 0) :]:
+        if start >= cut.stop:
+            break
+        a, b = max(start, cut.start) - cut.start, min(stop, cut.stop) - cut.start
+        if a < b:
+            ranges.append((a, b, at))
+            at += b - a
+    return tuple(ranges)

@@ -25,8 +25,8 @@ Delivered: TypeAlias = list[tuple[Wanted, Bytes]]
 
 
 def chunk_nbytes(job: ChunkJob) -> int:
-    """Bytes of the chunk itself, which may be cut out of what its blobs decode to."""
-    return job.box.numel * DTYPES[job.dtype].size
+    """Bytes of the chunk itself, which may be cut out of what its blobs decode to; of what is kept of it."""
+    return job.box.numel * DTYPES[job.dtype].size if job.kept is None else job.kept.nbytes
 
 
 class Reading:

@@ -110,9 +110,10 @@ class _Work:
 def rebuild_checked(
     store: Store, rebuilder: Rebuilder, job: ChunkJob, data: Mapping[Blob, memoryview], out: Bytes
 ) -> None:
-    """Rebuild one chunk into `out` and compare its digest. Raises DamagedError."""
+    """Rebuild one chunk and compare its digest; into `out` comes what is kept of it. Raises DamagedError."""
     clipped = job.of != job.box  # after a change of layout its blobs decode to a larger box
-    decoded = np.empty(job.nbytes, np.uint8) if clipped else out
+    chunk = out if job.kept is None else np.empty(job.box.numel * DTYPES[job.dtype].size, np.uint8)
+    decoded = np.empty(job.nbytes, np.uint8) if clipped else chunk
     try:
         rebuilder.rebuild(job.blobs, data, job.dtype, decoded)
     except ValueError as error:
@@ -120,10 +121,12 @@ def rebuild_checked(
     if clipped:
         copy = copies(job.of, job.box, DTYPES[job.dtype].size)
         assert copy is not None, "the plan has checked that the box lies in it"
-        carry_out(copy, decoded, out)
-    found = chunk_digest(job.dtype, out)
+        carry_out(copy, decoded, chunk)
+    found = chunk_digest(job.dtype, chunk)
     if found != job.digest:
         raise damaged(store, job.place, job.blobs[-1].pack, f"digest {job.digest}", f"rebuilt to {found}")
+    if job.kept is not None:
+        np.concatenate([chunk[start:stop] for start, stop, _ in job.kept.ranges], out=out)
 
 
 def damaged(store: Store, place: Place, key: str, expected: str, found: str, *, missing: bool = False) -> DamagedError:

@@ -2,7 +2,7 @@
 
 A chunk of a big leaf is one box. A chunk of a bundle is many small leaves side by side, in the order of the rank that
 stored it; whoever holds those leaves in another order can still put the chunk together, and its digest tells whether
-it is the same.
+it is the same. Of a chunk of an old bundle (after a change of layout), only what is its own leaves' counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.shards import DTYPES, Box
 from recovery.assemble import ChunkJob
+from recovery.reading import chunk_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,15 @@ class Describer:
     def chunk(self, job: ChunkJob) -> StoredChunk:
         """The chunk that a job would rebuild."""
         rank, size = job.place.rank, DTYPES[job.dtype].size
-        nbytes = job.box.numel * size
-        row = self._rows[rank, job.place.leaf]
-        if row.bundle is None:
+        nbytes = chunk_nbytes(job)
+        if job.bundle is None:
+            row = self._rows[rank, job.place.leaf]
             whose = rank if row.per_rank else None
             return StoredChunk(job.digest, job.dtype, nbytes, (Span(row.leaf, whose, job.box, 0, nbytes, 0),))
         (first,), (length,) = job.box.offsets, job.box.lengths
-        starts, rows = self._members[rank, row.bundle[0]]
-        spans = []
+        starts, rows = self._members[rank, job.bundle]
+        spans: list[Span] = []
+        at = 0
         for n in range(max(bisect_right(starts, first) - 1, 0), len(rows)):
             if starts[n] >= first + length:
                 break
@@ -81,7 +83,8 @@ class Describer:
                         member.as_box,
                         (a - starts[n]) * size,
                         (b - starts[n]) * size,
-                        (a - first) * size,
+                        at,
                     )
                 )
-        return StoredChunk(job.digest, job.dtype, nbytes, tuple(spans))
+                at += (b - a) * size
+        return StoredChunk(job.digest if job.kept is None else job.kept.digest, job.dtype, nbytes, tuple(spans))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ckpt.format.chunks import Blob, Chunk, Loan, OldBundle
 from ckpt.format.documents import (
     FORMAT,
     Hex64,
@@ -30,10 +31,8 @@ from ckpt.format.documents import (
 from ckpt.format.names import PackName, PartName, SnapshotId
 from ckpt.format.parts import (
     MAX_PART,
-    Blob,
     BlobRow,
     BundleRow,
-    Chunk,
     ChunkRow,
     Durable,
     Part,
@@ -58,7 +57,9 @@ __all__ = [
     "Durable",
     "Hex64",
     "Hex128",
+    "Loan",
     "Natural",
+    "OldBundle",
     "Part",
     "PartHead",
     "PartRef",

@@ -8,12 +8,14 @@ itself. Data read from a store is checked here once: types and signs by msgspec,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import zstandard
 from msgspec import Meta, Raw, Struct
 
+from ckpt.format.chunks import Blob, Chunk, Loan, OldBundle
 from ckpt.format.documents import (
     FORMAT,
     Hex64,
@@ -38,36 +40,6 @@ MAX_BLOB = 2 * MAX_CHUNK + 4096
 """Bytes of the longest blob that is read: far more than any kind makes of the largest chunk."""
 
 
-# --- chunks as all floors pass them around -----------------------------------------------------------------------
-
-# gc=False, here and for the rows below: there are hundreds of thousands of these, they hold only text and numbers and
-# can form no cycle, and a collection that walks them holds the GIL for tens of milliseconds.
-
-
-class Blob(Struct, frozen=True, gc=False):
-    """Where one encoded chunk lies: bytes ``[start, stop)`` of the pack object `pack` (its key), codec `kind`
-    (codec.KINDS), and the xxh3-64 of those bytes."""
-
-    pack: str
-    start: int
-    stop: int
-    kind: int
-    digest: str
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-class Chunk(Struct, frozen=True, gc=False):
-    """What a chunk needs to be rebuilt: every blob, base first; the digest of the result (`chunk_digest`); and `of`,
-    the box the blobs decode to, where it is not the chunk's own (after a change of layout)."""
-
-    digest: str
-    blobs: tuple[Blob, ...]
-    of: Box | None = None
-
-
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
@@ -87,13 +59,15 @@ class ChunkRow(Struct, frozen=True, array_like=True, omit_defaults=True, gc=Fals
     of: tuple[tuple[Natural, ...], tuple[Natural, ...]] | None = None
 
 
-class BundleRow(Struct, frozen=True, gc=False):
-    """Small leaves of one class and dtype, `length` elements in all, cut like a vector."""
+class BundleRow(Struct, frozen=True, omit_defaults=True, gc=False):
+    """Small leaves of one class and dtype, `length` elements in all, cut like a vector. `kept`: none where the part's
+    shards fill it; else for each chunk the digest of those of its bytes that are theirs (`OldBundle`)."""
 
     cls: str
     dtype: str
     length: Natural
     chunks: tuple[ChunkRow, ...]
+    kept: tuple[Hex128, ...] = ()
 
 
 class ShardRow(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -202,14 +176,19 @@ class PartHead(Struct, frozen=True):
     durable: Durable | None = None
 
 
+_NO_LOANS: Mapping[int, Loan] = MappingProxyType({})
+
+
 def write_part(
     head: PartHead,
     layout: Layout,
     table: Sequence[Chunk],
     pack_sizes: Mapping[str, int],
     breathe: Callable[[], None],
+    loans: Mapping[int, Loan] = _NO_LOANS,
 ) -> bytes:
-    """The stored bytes of a part. `table` runs parallel to ``layout.pieces``; `pack_sizes`: key → length in bytes.
+    """The stored bytes of a part. `table` runs parallel to ``layout.pieces``; `pack_sizes`: key → length in bytes;
+    `loans`: number of a bundle in the layout → where its members lie instead.
 
     Encoded row by row; `breathe` is called after each, so that a caller on a background thread can give way to the
     training thread (PYTORCH.md §5). Equal arguments give equal bytes.
@@ -218,15 +197,18 @@ def write_part(
     for chunk in table:
         named.update(b.pack for b in chunk.blobs)
         breathe()
+    for loan in loans.values():
+        named |= loan.packs
+        breathe()
     keys = sorted(named)
-    number = {key: i for i, key in enumerate(keys)}
+    packs = {key: i for i, key in enumerate(keys)}
     encode = msgspec.json.Encoder(order="sorted").encode
     out: list[bytes] = []
 
     def rows(chunks: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
         made: list[ChunkRow] = []
         for c in chunks:
-            blobs = tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs)
+            blobs = tuple(BlobRow(packs[b.pack], b.start, b.stop, b.kind, b.digest) for b in c.blobs)
             made.append(ChunkRow(c.digest, blobs, None if c.of is None else (c.of.offsets, c.of.lengths)))
             breathe()
         return tuple(made)
@@ -253,13 +235,23 @@ def write_part(
     fixed |= {name: told for name in ("blocked", "durable") if (told := getattr(head, name)) is not None}
     out.append(encode(fixed)[:-1] + b',"bundles":[')
     breathe()
+    listed = 0
+    starts: list[int] = []  # number of the bundle in the layout → of the first row for it
     for i, bundle in enumerate(layout.bundles):
-        row = BundleRow(bundle.cls, bundle.dtype, bundle.length, rows(table[bundle.piece : bundle.piece_stop]))
-        out.append((b",\n" if i else b"\n") + encode(row))
-        breathe()
+        starts.append(listed)
+        own = OldBundle(bundle.length, tuple(table[bundle.piece : bundle.piece_stop]), ())
+        for old in loans[i].bundles if i in loans else (own,):
+            bundle_row = BundleRow(bundle.cls, bundle.dtype, old.length, rows(old.chunks), old.kept)
+            out.append((b",\n" if listed else b"\n") + encode(bundle_row))
+            listed += 1
+            breathe()
+    lent = {i: iter(loan.places) for i, loan in loans.items()}
     out.append(b'],"shards":[')
     for i, region in enumerate(layout.regions):
-        leaf, box = region.shard.leaf, region.shard.box
+        leaf, box, place = region.shard.leaf, region.shard.box, None
+        if region.bundle is not None:
+            number, first = next(lent[region.bundle]) if region.bundle in lent else (0, region.first)
+            place = starts[region.bundle] + number, first
         shard = ShardRow(
             leaf.path,
             leaf.cls,
@@ -267,7 +259,7 @@ def write_part(
             leaf.shape,
             (box.offsets, box.lengths),
             region.shard.per_rank,
-            None if region.bundle is None else (region.bundle, region.first),
+            place,
             rows(table[region.piece : region.piece_stop]),
         )
         out.append((b",\n" if i else b"\n") + encode(shard))
@@ -378,6 +370,8 @@ def _part_problems(part: Part, breathe: Callable[[], None]) -> Iterator[str]:
         shape = (bundle.length,)
         count = cut_count(shape, whole(shape), DTYPES[bundle.dtype].size, part.chunk)
         yield from chunk_problems(what, bundle.dtype, bundle.chunks, count)
+        if len(bundle.kept) not in (0, count):
+            yield f"{what}: digests of what is kept of {len(bundle.kept)} chunks, where it has {count}"
     for row in part.shards:
         if row.dtype not in DTYPES:
             yield f"{row.leaf}: unknown dtype {row.dtype}"

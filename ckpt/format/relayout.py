@@ -3,17 +3,19 @@
 A changed layout cuts leaves at other places. The new owner's boxes are first cut along the old shards' edges
 (`cut_along`), so that each new piece lies inside exactly one old chunk; it then references that chunk, clipped
 (`Chunk.of`), and stores nothing until it changes (PROTOCOL.md §6). An unchanged layout comes out of the same rule
-unclipped: its pieces are the old chunks.
+unclipped: its pieces are the old chunks. Small leaves, which lie in bundles, are in loans.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from ckpt.format.layout import Layout, Piece
-from ckpt.format.manifest import Chunk, Part, ShardRow, chunk_digest
+from ckpt.format.loans import Lenders, cut_small, lying, members_of
+from ckpt.format.manifest import Chunk, Loan, Part, ShardRow, chunk_digest
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cuts, grid
 
 Cell: TypeAlias = tuple[int, ...]
@@ -22,21 +24,26 @@ Cell: TypeAlias = tuple[int, ...]
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """The part of a layout that a snapshot holds already: `layout` has only its pieces, `table` runs parallel to
-    them; `packs`: key → length; `shared`: those that other ranks may lean on too, since the layout has changed."""
+    them; `packs`: key → length; `shared`: those that other ranks may lean on too, since the layout has changed.
+    `loans`: number of a bundle → where its members lie; its pieces' chunks then have a digest, and no blobs."""
 
     layout: Layout
     table: tuple[Chunk, ...]
     packs: Mapping[str, int]
     shared: frozenset[str]
+    loans: Mapping[int, Loan] = field(default_factory=dict)
 
 
 def old_boxes(parts: Iterable[Part]) -> dict[Leaf, tuple[Box, ...]]:
-    """Leaf → the boxes in which these parts hold it. Small leaves and per-rank ones are never cut."""
+    """Leaf → the boxes in which these parts hold it. Per-rank leaves are never cut."""
+    parts = tuple(parts)
     found: dict[Leaf, set[Box]] = {}
     for part in parts:
         for row in part.shards:
             if row.bundle is None and not row.per_rank:
                 found.setdefault(_leaf(row), set()).add(row.as_box)
+    for (leaf, _), boxes in lying(parts).items():
+        found[leaf] = {one.box for one in boxes}
     return {leaf: tuple(sorted(boxes)) for leaf, boxes in found.items()}
 
 
@@ -47,6 +54,9 @@ def cut_along(shards: Sequence[Shard], old: Mapping[Leaf, Sequence[Box]]) -> lis
         boxes = () if shard.per_rank or shard.box.empty else old.get(shard.leaf, ())
         if shard.box in boxes:
             out.append(shard)
+            continue
+        if shard.leaf.small:
+            out.extend(cut_small(shard, boxes))
             continue
         pieces = [common for box in boxes if (common := box.intersect(shard.box)) is not None]
         if len(pieces) > 1 and sum(box.numel for box in pieces) == shard.box.numel:
@@ -75,25 +85,38 @@ def stored_already(parts: Mapping[int, Part], rank: int | None, layout: Layout, 
         table.append(chunk)
         packs.update((blob.pack, sizes[blob.pack]) for blob in chunk.blobs)
 
-    for region in layout.bundles:
-        for piece in layout.pieces[region.piece : region.piece_stop]:
-            same = index.equal(chunk_digest(piece.dtype, data[piece.start : piece.stop]))
-            if same is not None:
-                found(piece, *same)
+    loans: dict[int, Loan] = {}
+    members = members_of(layout)
+    for number, region in enumerate(layout.bundles):
+        own = layout.pieces[region.piece : region.piece_stop]
+        digests = [chunk_digest(piece.dtype, data[piece.start : piece.stop]) for piece in own]
+        same = [index.equal(digest) for digest in digests]
+        loan = index.lenders.lend(members[number], data) if None in same else None
+        if loan is not None:
+            loans[number] = loan
+            pieces.extend(own)
+            table.extend(Chunk(digest, ()) for digest in digests)
+            packs.update((pack, index.length(pack)) for pack in loan.packs)
+            continue
+        for piece, hit in zip(own, same, strict=True):
+            if hit is not None:
+                found(piece, *hit)
     for place in layout.regions:
         if place.bundle is not None:
             continue
         for piece in layout.pieces[place.piece : place.piece_stop]:
-            hit = index.chunk(place.shard, piece)
-            if hit is None:
+            inside = index.chunk(place.shard, piece)
+            if inside is None:
                 continue
-            box, chunk, sizes = hit
+            box, chunk, sizes = inside
             if box != piece.box:
                 digest = chunk_digest(piece.dtype, data[piece.start : piece.stop])
                 chunk = Chunk(digest, chunk.blobs, chunk.of or box)
             found(piece, chunk, sizes)
-    shared = frozenset[str]() if index.unchanged(layout) else frozenset(packs)
-    return Stored(replace(layout, pieces=tuple(pieces)), tuple(table), packs, shared)
+    shared = frozenset(packs)
+    if index.unchanged(layout):
+        shared = frozenset().union(*(loan.packs for loan in loans.values()))
+    return Stored(replace(layout, pieces=tuple(pieces)), tuple(table), packs, shared, loans)
 
 
 class _Index:
@@ -101,6 +124,7 @@ class _Index:
 
     def __init__(self, parts: Mapping[int, Part], rank: int | None, chunk: int) -> None:
         self._rows: dict[tuple[Leaf, bool], list[tuple[int, ShardRow]]] = {}
+        self._chunk = chunk
         self._made: dict[int, dict[Cell, tuple[Box, Chunk]]] = {}
         # Another chunk size is another grid, on which nothing fits.
         self._parts = {number: part for number, part in parts.items() if part.chunk == chunk}
@@ -118,6 +142,14 @@ class _Index:
             return False
         regions = {(region.shard.leaf.path, region.shard.box) for region in layout.regions}
         return regions == {(row.leaf, row.as_box) for row in self._own.shards}
+
+    @cached_property
+    def lenders(self) -> Lenders:
+        return Lenders(self._parts, self._own, self._chunk)
+
+    def length(self, pack: str) -> int:
+        """Of a pack that some part names."""
+        return next(sizes[pack] for sizes in self._sizes.values() if pack in sizes)
 
     def equal(self, digest: str) -> tuple[Chunk, Mapping[str, int]] | None:
         """A chunk of any old bundle with these very bytes, whatever leaves it holds: bundles follow no grid."""

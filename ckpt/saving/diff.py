@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckpt.format.codec import Codec
 from ckpt.format.layout import Layout, Piece
-from ckpt.format.manifest import Blob, Chunk, chunk_digest, digest64
+from ckpt.format.loans import same_members
+from ckpt.format.manifest import Blob, Chunk, Loan, chunk_digest, digest64
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DTYPES
 from ckpt.saving.job import Bytes, Reference, SaveJob
@@ -88,20 +89,44 @@ def _key(piece: Piece) -> tuple[object, ...]:
     return piece.name, piece.cls, piece.dtype, piece.box.offsets, piece.box.lengths
 
 
-def compare(job: SaveJob, held: Held | None, breathe: Breathe) -> Iterator[Verdict]:
+def standing(job: SaveJob, held: Held | None, breathe: Breathe) -> dict[int, Loan]:
+    """The loans of the reference that go on, by the number of the bundle: not one byte of its members has changed."""
+    if held is None or not held.reference.loans:
+        return {}
+    old = {_key(piece): chunk.digest for piece, chunk in _lent(held.reference)}
+    loans = same_members(job.layout, held.reference.loans.values())
+    for number in list(loans):
+        bundle = job.layout.bundles[number]
+        for piece in job.layout.pieces[bundle.piece : bundle.piece_stop]:
+            breathe()
+            if old.get(_key(piece)) != chunk_digest(piece.dtype, job.data[piece.start : piece.stop]):
+                del loans[number]
+                break
+    return loans
+
+
+def _lent(reference: Reference) -> Iterator[tuple[Piece, Chunk]]:
+    """The pieces of bundles that are lent."""
+    return ((p, c) for p, c in zip(reference.layout.pieces, reference.table, strict=True) if not c.blobs)
+
+
+def compare(job: SaveJob, held: Held | None, breathe: Breathe, loans: Collection[int] = ()) -> Iterator[Verdict]:
     """One verdict per piece, in order. Equal bytes are found wherever they lie in the state: ties, zeros, leaves that
-    moved into another bundle."""
+    moved into another bundle. `loans`: the bundles that `standing` told; of others that were lent all is new."""
     matches: Sequence[int | None] = ()
     table: Sequence[Chunk] = ()
     if held is not None:
         table = held.reference.table
         matches = match(held.reference.layout, job.layout, breathe)
+    lent = {n for number in loans for n in range(*_pieces_of(job.layout, number))}
     elsewhere: dict[str, Chunk] | None = None
     fresh: dict[str, int] = {}
     for index, piece in enumerate(job.layout.pieces):
         breathe()
         digest = chunk_digest(piece.dtype, job.data[piece.start : piece.stop])
         old = matches[index] if matches else None
+        if old is not None and not table[old].blobs and index not in lent:
+            old = None
         if old is not None and table[old].digest == digest:
             yield Same(index, old)
             continue
@@ -117,11 +142,15 @@ def compare(job: SaveJob, held: Held | None, breathe: Breathe) -> Iterator[Verdi
         yield Changed(index, digest, old)
 
 
+def _pieces_of(layout: Layout, number: int) -> tuple[int, int]:
+    return layout.bundles[number].piece, layout.bundles[number].piece_stop
+
+
 def _by_digest(table: Sequence[Chunk], breathe: Breathe) -> dict[str, Chunk]:
     # A clipped chunk (with `of`) holds its piece only together with that piece's own box: nobody else may use it.
     found = {}
     for chunk in table:
-        if chunk.of is None:
+        if chunk.of is None and chunk.blobs:
             found[chunk.digest] = chunk
         breathe()
     return found

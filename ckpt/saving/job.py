@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.format.layout import Layout
-from ckpt.format.manifest import Chunk, Snapshot
+from ckpt.format.manifest import Chunk, Loan, Snapshot
 from ckpt.format.names import SnapshotId
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -46,7 +46,8 @@ class SaveJob:
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """The committed state the next diff leans on. `table` runs parallel to ``layout.pieces``; `packs`: key → length
-    of every pack the table names; `shared`: those of them that other ranks may lean on too."""
+    of every pack that it names; `shared`: those of them that other ranks may lean on too. `loans`: number of a bundle
+    → where its members lie; the chunks of its pieces have no blobs."""
 
     id: SnapshotId
     layout: Layout
@@ -54,6 +55,7 @@ class Reference:
     table: tuple[Chunk, ...]
     packs: Mapping[str, int]
     shared: frozenset[str] = frozenset()
+    loans: Mapping[int, Loan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

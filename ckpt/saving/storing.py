@@ -14,10 +14,23 @@ from dataclasses import dataclass, field
 
 from ckpt.format.codec import Codec
 from ckpt.format.kinds import KINDS
-from ckpt.format.manifest import Blob, Chunk
+from ckpt.format.manifest import Blob, Chunk, Loan
 from ckpt.format.probe import Learned
 from ckpt.saving.breath import Breath
-from ckpt.saving.diff import Changed, Encoded, Held, Known, Same, Task, Twin, Verdict, compare, encode, task_of
+from ckpt.saving.diff import (
+    Changed,
+    Encoded,
+    Held,
+    Known,
+    Same,
+    Task,
+    Twin,
+    Verdict,
+    compare,
+    encode,
+    standing,
+    task_of,
+)
 from ckpt.saving.job import Reference, Report, SaveJob
 from ckpt.saving.packing import Outbox
 from ckpt.saving.policy import MOVED, Rule, lifetime, nearly_dead
@@ -110,6 +123,7 @@ class Storing:
         self._leaning: dict[str, list[Same]] = {}
         self._may_move = int(MOVED * job.layout.nbytes)
         self._stale = 0
+        self._loans: dict[int, Loan] = {}
 
     def run(self) -> Held:
         """Store what changed; returns what will be the reference once the commit is seen. All packs it names are on
@@ -122,7 +136,8 @@ class Storing:
                 reference = self._held.reference
                 mine = {pack: size for pack, size in reference.packs.items() if pack not in reference.shared}
                 self._dying = nearly_dead(reference.table, mine, self._job.rank, self._breathe)
-            for verdict in compare(self._job, self._held, self._breathe):
+            self._loans = standing(self._job, self._held, self._breathe)
+            for verdict in compare(self._job, self._held, self._breathe, self._loans):
                 self._judge(verdict)
             if self._batch or self._encoding or self._placed:
                 self._move()  # an unchanged state stores nothing at all
@@ -266,7 +281,9 @@ class Storing:
             for blob in chunk.blobs:
                 packs[blob.pack] = sizes[blob.pack]
             self._breathe()
+        for loan in self._loans.values():
+            packs |= {pack: sizes[pack] for pack in loan.packs}
         self._tally.packs = len(new_packs)
         job = self._job
-        reference = Reference(job.id, job.layout, job.data, tuple(table), packs, shared & packs.keys())
+        reference = Reference(job.id, job.layout, job.data, tuple(table), packs, shared & packs.keys(), self._loans)
         return Held(reference, self._young)

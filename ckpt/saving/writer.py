@@ -133,7 +133,8 @@ class Writer:
                         f"reference {reference.id}: {len(reference.table)} chunks and {len(reference.data)} bytes "
                         f"where its layout has {pieces} and {nbytes}"
                     )
-                unknown = {blob.pack for chunk in reference.table for blob in chunk.blobs} - reference.packs.keys()
+                named = {blob.pack for chunk in reference.table for blob in chunk.blobs}
+                unknown = named.union(*(loan.packs for loan in reference.loans.values())) - reference.packs.keys()
                 if unknown:
                     raise ValueError(f"reference {reference.id}: no length is given for pack {min(unknown)}")
                 self._held = Held(reference, bytearray(b"\1") * pieces)
@@ -274,7 +275,9 @@ class Writer:
             breathe=breathe,
         ).run()
         mark = time.perf_counter()
-        data = write_part(self._head(job, tally), job.layout, held.reference.table, held.reference.packs, breathe)
+        reference = held.reference
+        head = self._head(job, tally)
+        data = write_part(head, job.layout, reference.table, reference.packs, breathe, reference.loans)
         own = PartRef(PartName(job.id, job.rank).key, len(data), digest128(data))
         tally.document = len(data)
         tally.spend("part", time.perf_counter() - mark)

@@ -11,7 +11,9 @@ from tests.support.nodes import (
     BUILD,
     blob_bytes,
     counting,
+    is_as_noted,
     killed,
+    note_local,
     run,
     said_of,
     same_state,
@@ -128,3 +130,48 @@ def test_without_mirrors_a_rank_reads_about_what_its_own_shards_take_up(tmp_path
         named = len(parts[rank].packs) + 1 if kind == "fsdp" else sum(len(part.packs) for part in parts.values())
         assert found["pack_bytes"] <= 1.05 * mine, (rank, found, own)
         assert found["packs"] <= named and found["parts"] <= 1, (rank, found, named)
+
+
+def fewer(url: str, nodes: list[str], notes: str) -> None:
+    """Come back as three ranks, change nothing, and be killed: the small leaves still lie in the bundles of four."""
+    with group() as rank:
+        training = BUILD["fsdp"](7)
+        saver = saver_of(url, training.state, nodes[rank])
+        assert saver.restore() == STEPS
+        ticket = saver.save(STEPS + 1)
+        ticket.wait(60)
+        assert ticket.report is not None and ticket.report.stored == 0
+        note_local(training.state, notes, STEPS + 1)
+        wait_for_the_end()
+
+
+def fewer_again(url: str, nodes: list[str], notes: str) -> None:
+    with group() as rank:
+        store, training = counting(url), BUILD["fsdp"](9)
+        saver = saver_of(store, training.state, nodes[rank])
+        assert saver.restore() == STEPS + 1
+        say(**said_of(saver.restored, store))
+        assert is_as_noted(training.state, notes, STEPS + 1)
+        ticket = saver.save(STEPS + 2)
+        ticket.wait(60)
+        assert ticket.report is not None and ticket.report.stored == 0
+        saver.close()
+
+
+@pytest.mark.parametrize("nodes", ["ABC", "BXA"])
+def test_small_leaves_that_lie_in_bundles_of_another_layout_are_kept_by_survivors_and_given_to_peers(
+    tmp_path: Path, nodes: str
+) -> None:
+    """Nobody holds an old bundle whole: its part says what of it a rank had. Of three nodes C is lost."""
+    url, notes = tmp_path / "store", str(tmp_path / "notes")
+    killed(lives, 4, ["fsdp", str(url), ["off"] * 4])
+    killed(fewer, 3, [str(url), on_nodes(tmp_path, "ABC"), notes])
+    parts = stored_parts(url)
+    assert all(any(bundle.kept for bundle in part.bundles) for part in parts.values())
+    shutil.rmtree(tmp_path / "node-C")
+    folders = on_nodes(tmp_path, nodes)
+    for rank, found in enumerate(run(fewer_again, 3, [str(url), folders, notes])):
+        assert (found["packs"] == 0) == (rank < 2), (rank, found)
+        if nodes == "BXA" and rank < 2:  # what A held is wanted by rank 0 now, at B, and what B held by rank 1
+            assert found["bytes"]["peers"] > 0, (rank, found)
+        assert not found["problems"], found

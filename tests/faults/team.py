@@ -159,7 +159,7 @@ class Team:
         for rank, writer in enumerate(self.writers):
             data = self._data(rank, drawn(self.ranks, attempt))
             stored = stored_already(parts, rank, self.layouts[rank], data)
-            writer.adopt(Reference(id_, stored.layout, data, stored.table, stored.packs, stored.shared))
+            writer.adopt(Reference(id_, stored.layout, data, stored.table, stored.packs, stored.shared, stored.loans))
         return attempt
 
     def stop(self) -> None:
