@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow, chunk_digest
 from ckpt.format.names import PackName, PartName
-from ckpt.format.pack import MAX_HEADER, read_header
+from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, read_header
 from ckpt.format.shards import DTYPES, Box, cuts, whole
 from recovery.assemble import Place
 from recovery.boxes import carry_out, copies
@@ -33,6 +33,8 @@ def pack_problem(store: Store, key: str, size: int, piece: int = REQUEST) -> str
     name = PackName.parse(key)
     if name is None:
         return "this is not the name of a pack"
+    if size > PACK_LIMIT:  # a file may claim any length, for nothing
+        return f"expected at most {PACK_LIMIT} bytes, found {size}: not read"
     piece = min(piece, REQUEST)
     digest = xxhash.xxh3_64()
     head = bytearray()
