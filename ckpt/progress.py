@@ -1,4 +1,4 @@
-"""One line that says what a long wait is for; only on a terminal, and only once it has been a second."""
+"""How far long work has come: what workers tell, and the one line that a training shows while it waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Protocol
+
+
+class Watch(Protocol):
+    """Whoever wants to know how far a piece of work has come. Told from any thread."""
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes more are to come."""
+
+    def done(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+
+
+class Unwatched:
+    """Nobody wants to know."""
+
+    def expect(self, nbytes: int) -> None: ...
+
+    def done(self, nbytes: int) -> None: ...
+
+
+UNWATCHED = Unwatched()
 
 
 @contextlib.contextmanager

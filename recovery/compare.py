@@ -18,6 +18,7 @@ import numpy as np
 from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, cuts, whole
+from ckpt.progress import UNWATCHED, Watch
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.compare_values import ValueChange, value_changes
@@ -123,12 +124,14 @@ def compare(
     *,
     memory: int = MEMORY,
     threads: int = THREADS,
+    watch: Watch = UNWATCHED,
 ) -> Difference:
     """How `b` differs from `a`, which need not be older, nor stored by as many ranks.
 
     Args:
         names: glob patterns of paths; only what one of them matches is compared.
         memory: most encoded bytes in flight, as for `read_shards`.
+        watch: told of raw bytes that differ, of both sides.
 
     Raises:
         Pruned, DamagedError: one of them is not there, or not whole.
@@ -141,10 +144,13 @@ def compare(
         if _comparable(old.forms[place], new.forms[place]):
             tallies[place] = _Tally(new.forms[place].dtype)
             wanted.extend((place, box) for box in _unequal(old, new, place))
+    sizes = {place: DTYPES[new.forms[place].dtype].size for place, _ in wanted}
+    watch.expect(sum(2 * box.numel * sizes[place] for place, box in wanted))
     for window in _windows(sorted(wanted, key=lambda w: _order(w[0])), new.forms):
         read = [side.read(window, memory) for side in (old, new)]
         for at in window:
             tallies[at[0]].add(read[0].pop(at), read[1].pop(at))
+            watch.done(2 * at[1].numel * sizes[at[0]])
     leaves = []
     for place in sorted(old.forms.keys() | new.forms.keys(), key=_order):
         before, after = old.forms.get(place), new.forms.get(place)

@@ -24,6 +24,7 @@ from ckpt.format.manifest import Part, ShardRow
 from ckpt.format.names import PartName, SnapshotId
 from ckpt.format.shards import DTYPES, Box, Leaf, Shard, grid, whole
 from ckpt.format.values import decode, encode, flat
+from ckpt.progress import UNWATCHED, Watch
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.followed import Followed
@@ -77,12 +78,14 @@ class Export:
         tensors: by name.
         values: flat path → plain value.
         rest: what else an import of all of it needs, as JSON; None where only one tracked name goes out.
+        watch: told of raw bytes as they are read.
     """
 
     source: Followed
     tensors: tuple[Outgoing, ...]
     values: dict[str, Any]
     rest: str | None
+    watch: Watch = UNWATCHED
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +93,9 @@ class Export:
 
     def read(self, wanted: Iterable[Wanted]) -> list[tuple[Wanted, Bytes]]:
         """Raises DamagedError, Pruned, StorageError."""
-        return self.source.read(list(wanted), memory=MEMORY)
+        found = self.source.read(list(wanted), memory=MEMORY)
+        self.watch.done(sum(len(data) for _, data in found))
+        return found
 
     def stream(self, tensors: Iterable[Outgoing]) -> Iterator[tuple[Outgoing, Bytes]]:
         """The row-major bytes of these tensors, one after the other, in pieces of at most about `WINDOW` bytes."""

@@ -84,7 +84,7 @@ def _ended(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **options)
             sys.stdout.flush()
         except KeyboardInterrupt:
-            print("ckpt: interrupted; what was done so far stays, and running it again goes on", file=sys.stderr)
+            print("ckpt: interrupted; nothing is left half done, and running it again does the rest", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             # Nobody reads any more (`ckpt show … | head`). Python would flush once more at exit, and complain.

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt.cli.progress import bar, parts_too
 from ckpt.cli.prune import duration
 from ckpt.cli.screen import (
     AsJson,
@@ -51,11 +52,17 @@ def command(
     """
     leave = duration("--grace", grace)
     store = open_url(url, storage_option)
-    only = None if step is None else [find(read_history(store), step)]
-    plan = plan_compact(store, threshold=threshold, only=only)
+    with bar("looking at what is in use", quiet=as_json) as shown:
+        watched = shown.reads(store, parts_too)
+        only = None if step is None else [find(read_history(watched), step)]
+        plan = plan_compact(watched, threshold=threshold, only=only)
     if not as_json:
         _print_plan(plan, dry_run)
-    done = Compacted() if dry_run else compact(plan, store, grace=leave)
+    done = Compacted()
+    if not dry_run:
+        with bar("rewriting", quiet=as_json) as shown:
+            shown.expect(plan.moved + plan.keyframes)
+            done = compact(plan, shown.writes(store), grace=leave)
     if as_json:
         print_json(_document(plan, done, dry_run))
     elif not dry_run and plan.rewrite:

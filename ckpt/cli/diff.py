@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
     StorageOptions,
@@ -22,9 +23,9 @@ from ckpt.cli.screen import (
     printable,
 )
 from ckpt.cli.spelling import jsonable, value_text
-from recovery.compare import Difference, Form, LeafChange, Verdict
+from ckpt.history.catalog import find, read_history
+from recovery.compare import Difference, Form, LeafChange, Verdict, compare
 from recovery.compare_values import ValueChange
-from recovery.looking import History
 from recovery.paths import natural
 
 VALUE_WIDTH = 60
@@ -61,7 +62,11 @@ def command(
 
     Exit codes: 0 compared, equal or not; 2 no such snapshots, or they cannot be read.
     """
-    found = History(open_url(url, storage_option)).diff(a, b, names=only)
+    store = open_url(url, storage_option)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        seen = read_history(shown.reads(store, documents))
+    with bar("comparing", quiet=as_json) as shown:
+        found = compare(store, find(seen, a), find(seen, b), only, watch=shown)
     if as_json:
         print_json(
             {

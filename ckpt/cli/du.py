@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, print_table
 from recovery.looking import History
 from recovery.usage import Usage
@@ -33,7 +34,8 @@ def command(
     Exit codes: 0 shown; 2 no such snapshot, or the store cannot be read.
     """
     store = open_url(url, storage_option)
-    usage = History(store).du(step)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        usage = History(shown.reads(store, documents)).du(step)
     if as_json:
         print_json(_document(usage))
         return

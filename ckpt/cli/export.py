@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, assert_never
 
 import typer
 
+from ckpt.cli.progress import bar, documents, own_documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, printable, warn
 from ckpt.history.catalog import find, read_history
 from ckpt.options import size
@@ -50,9 +52,15 @@ def command(
     """
     limit = size(shard_size)
     store = open_url(url, storage_option)
-    id_ = find(read_history(store), step)
-    export = open_export(store, id_, names)
-    files, left_out = _write(export, out, to, limit)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        history = read_history(shown.reads(store, documents))
+        id_ = find(history, step)
+    with bar(f"reading step {id_.step}", quiet=as_json) as shown:
+        shown.expect(own_documents(history, id_))
+        export = open_export(shown.reads(store), id_, names)
+    with bar(f"writing {out.name}", quiet=as_json) as shown:
+        shown.expect(export.nbytes)
+        files, left_out = _write(replace(export, watch=shown), out, to, limit)
     if as_json:
         print_json(
             {
@@ -67,9 +75,9 @@ def command(
     tensors = count(len(export.tensors), "tensor")
     print(printable(f"step {id_.step}: {tensors}, {bytes_text(export.nbytes)}, in {', '.join(map(str, files))}"))
     if left_out:
-        shown = ", ".join(left_out[:5]) + (" …" if len(left_out) > 5 else "")
+        first = ", ".join(left_out[:5]) + (" …" if len(left_out) > 5 else "")
         for_us = "; 'ckpt import' finds them all the same" if export.rest is not None else ""
-        warn(f"{count(len(left_out), 'value')} that such files do not hold: {shown}{for_us}")
+        warn(f"{count(len(left_out), 'value')} that such files do not hold: {first}{for_us}")
 
 
 def _write(export: Export, out: Path, to: Format, limit: int) -> tuple[list[Path], list[str]]:

@@ -8,6 +8,7 @@ from typing import Annotated, assert_never
 import typer
 
 from ckpt.cli.export import Format
+from ckpt.cli.progress import bar
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, warn
 from ckpt.history.clock import SystemClock
 from ckpt.history.runs import identity
@@ -44,15 +45,17 @@ def command(
     arrival = _read(source, format_).named(names)
     if not arrival.tensors and not arrival.values:
         raise ValueError(f"{source}: no tensors are in it")
-    id_ = store_snapshot(
-        store,
-        SystemClock(),
-        identity(None),
-        step,
-        arrival.tensors,
-        values=arrival.values,
-        aliases=arrival.aliases,
-    )
+    with bar(f"storing {source.name}", quiet=as_json) as shown:
+        id_ = store_snapshot(
+            store,
+            SystemClock(),
+            identity(None),
+            step,
+            arrival.tensors,
+            values=arrival.values,
+            aliases=arrival.aliases,
+            watch=shown,
+        )
     leaves = {tensor.shard.leaf for tensor in arrival.tensors}
     nbytes = sum(leaf.nbytes for leaf in leaves)
     if as_json:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
     StorageOptions,
@@ -43,7 +44,8 @@ def command(
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
     store = open_url(url, storage_option)
-    history = History(store).look()
+    with bar("reading snapshots", quiet=as_json) as shown:
+        history = History(shown.reads(store, documents)).look()
     if as_json:
         print_json(_document(history))
         return

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, open_url, print_json
 from ckpt.history.catalog import find, read_history
 from ckpt.history.pins import pin
@@ -32,7 +33,8 @@ def command(
     Exit codes: 0 pinned; 2 no such snapshot, the name is taken, a prune is just removing it, or the store failed.
     """
     store = open_url(url, storage_option)
-    history = read_history(store)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        history = read_history(shown.reads(store, documents))
     id_ = find(history, step)
     pin(store, history, name, id_, move=move)
     if as_json:

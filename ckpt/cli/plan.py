@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json
 from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import find, read_history
@@ -60,13 +61,15 @@ def command(
         if gone and gone[-1] >= snapshot.world_size:
             raise ValueError(f"--lost {lost}: step {snapshot.step} has ranks 0 to {snapshot.world_size - 1}")
         if world_size is not None and world_size != snapshot.world_size:
-            parts = read_parts(store, snapshot)
+            parts = read_parts(watched, snapshot)
             return snapshot, new_layout(snapshot, parts, gone, world_size, per_node=per_node)
-        parts = read_parts(store, snapshot, gone)
-        parts |= read_parts(store, snapshot, parts_to_read(parts))
+        parts = read_parts(watched, snapshot, gone)
+        parts |= read_parts(watched, snapshot, parts_to_read(parts))
         return snapshot, same_layout(snapshot, parts, gone, per_node=per_node)
 
-    snapshot, scene = following(store, find(read_history(store), step), look)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        watched = shown.reads(store, documents)
+        snapshot, scene = following(watched, find(read_history(watched), step), look)
     made = scene.plan()
     time, reload = estimate(made, given), scene.reload(given)
     if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
     StorageOptions,
@@ -97,11 +98,17 @@ def command(
         raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
     leave = duration("--grace", grace)
     store = open_url(url, storage_option)
-    asked = _asked(store, remove or ())
-    plan = plan_prune(store, keep, grace=leave, remove=asked)
+    with bar("reading snapshots", quiet=as_json) as shown:
+        watched = shown.reads(store, documents)
+        asked = _asked(watched, remove or ())
+        plan = plan_prune(watched, keep, grace=leave, remove=asked)
     if not as_json:
         _print_plan(plan, dry_run)
-    done = Pruned() if dry_run else execute(plan, store, clock=SystemClock())
+    done = Pruned()
+    if not dry_run:
+        with bar("removing", quiet=as_json) as shown:
+            shown.expect(plan.freed)
+            done = execute(plan, shown.writes(store), clock=SystemClock())
     if as_json:
         print_json(_document(plan, done, dry_run))
     elif not dry_run:

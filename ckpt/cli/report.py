@@ -11,6 +11,7 @@ import typer
 
 from ckpt.cli.list_ import kind_name
 from ckpt.cli.page.whole import MARK, page
+from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json
 from recovery.chronicle import Chronicle, chronicle
 from recovery.layers import Layers, choose, layers
@@ -35,14 +36,17 @@ def command(
     """
     _check(output)
     store = open_url(url, storage_option)
-    seen = History(store).look()
+    with bar("reading snapshots", quiet=as_json) as shown:
+        seen = History(shown.reads(store, documents)).look()
     told = chronicle(seen)
-    changes = layers(store, choose([seen.snapshots[save.id] for save in told.saves]))
+    sample = choose([seen.snapshots[save.id] for save in told.saves])
+    with bar("looking into snapshots", quiet=as_json) as shown:
+        shown.expect(sample.nbytes)
+        changes = layers(store, sample, each=shown.done)
     size = _write(output, page(told, changes, now=time.time()))
     if as_json:
         print_json({"file": str(output), "size": size, **_document(told, changes)})
         return
-    sample = changes.sample
     print(
         f"{count(len(told.saves), 'snapshot')}, {count(sample.parts, 'part')} ({bytes_text(sample.nbytes)}) read: "
         f"{output}, {bytes_text(size)}"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar, documents, own_documents
 from ckpt.cli.screen import (
     AsJson,
     StorageOptions,
@@ -78,9 +79,15 @@ def command(
     if step is not None and step_option is not None and step != step_option:
         raise ValueError(f"STEP {step} and --step {step_option} are two snapshots; name one of them")
     store = open_url(url, storage_option)
-    history = read_history(store)
-    id_ = find_any(history, step_option or step or "latest")
-    snapshot, parts = following(store, id_, lambda opened: (opened.snapshot, read_parts(store, opened.snapshot)))
+    with bar("reading snapshots", quiet=as_json) as shown:
+        history = read_history(shown.reads(store, documents))
+        id_ = find_any(history, step_option or step or "latest")
+    with bar(f"reading step {id_.step}", quiet=as_json) as shown:
+        shown.expect(own_documents(history, id_))
+        watched = shown.reads(store)
+        snapshot, parts = following(
+            watched, id_, lambda opened: (opened.snapshot, read_parts(watched, opened.snapshot))
+        )
     leaves = _leaves(parts.values())
     to_read = sum({(b.pack, b.start): b.size for part in parts.values() for b in _blobs(part)}.values())
     aliases = {name: path for part in parts.values() for name, path in part.aliases.items()}

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli.progress import bar
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, find_any, open_url, print_json, printable
 from ckpt.errors import NoSnapshot
+from ckpt.format.manifest import Snapshot
 from ckpt.format.names import ALIVE, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
 from ckpt.history.catalog import read_history
 from recovery.verify import Finding, verify
-from storage_backends.base import Store
+from storage_backends.base import Entry, Store
 
 PREFIXES = (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)
 
@@ -42,13 +44,18 @@ def command(
     Exit codes: 0 whole; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
     store = open_url(url, storage_option)
-    only = None if step is None else find_any(read_history(store), step)
+    history = None if step is None else read_history(store)
+    only = None if history is None or step is None else find_any(history, step)
     checked = _checked(store, only)
     findings = []
-    for finding in verify(store, deep=deep, only=only):
-        findings.append(finding)
-        if not as_json:
-            print(printable(f"{finding.level}: {finding.text}"), flush=True)
+    with bar("checking", quiet=as_json) as shown:
+        if history is not None and only in history.snapshots:
+            shown.expect(_to_read(history.snapshots[only], deep))
+        watched = shown.reads(store, None if only else _weigh_deep if deep else _weigh)
+        for finding in verify(watched, deep=deep, only=only):
+            findings.append(finding)
+            if not as_json:
+                print(printable(f"{finding.level}: {finding.text}"), flush=True)
     errors = sum(finding.level == "error" for finding in findings)
     if as_json:
         print_json({"whole": not errors, "deep": deep, **checked, "findings": [_document(f) for f in findings]})
@@ -57,6 +64,23 @@ def command(
         print(_verdict(what, deep, findings))
     if errors:
         raise typer.Exit(1)
+
+
+def _weigh(entry: Entry) -> int:
+    """Bytes of an object that a shallow check reads."""
+    return 0 if entry.key.startswith((PACKS, ALIVE)) else entry.size
+
+
+def _weigh_deep(entry: Entry) -> int:
+    """The same of a deep check: packs are read for their digests, and their blobs once more to rebuild chunks, for
+    which parts are read again."""
+    return 2 * entry.size if entry.key.startswith((PACKS, PARTS)) else _weigh(entry)
+
+
+def _to_read(snapshot: Snapshot, deep: bool) -> int:
+    """The same of one snapshot, before anything of it is listed."""
+    parts = sum(ref.length for ref in snapshot.parts)
+    return 2 * (parts + sum(length for _, length in snapshot.packs)) if deep else parts
 
 
 def _checked(store: Store, only: SnapshotId | None) -> dict[str, int]:

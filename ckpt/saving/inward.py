@@ -2,11 +2,13 @@
 
 Packs first, then the part, then the snapshot, as every save. A crash before the last leaves a store without that step;
 `ckpt prune` sweeps what was written. There is no reference and no second buffer: chunks are read, encoded and packed
-one after the other, so that memory is bounded by a pack, the small leaves and a chunk.
+one after the other, so that memory is bounded by a pack, the small leaves and a chunk. Interrupted, it takes its packs
+back.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -24,7 +26,8 @@ from ckpt.format.shards import DTYPES, Shard
 from ckpt.history.clock import Clock
 from ckpt.history.commit import publish, put_part
 from ckpt.history.runs import Heartbeat, Identity, ensure_store, history_exists, open_run
-from storage_backends.base import Store
+from ckpt.progress import UNWATCHED, Watch
+from storage_backends.base import StorageError, Store
 
 Bytes = NDArray[np.uint8]
 
@@ -52,6 +55,7 @@ def store_snapshot(
     *,
     values: Mapping[str, bytes],
     aliases: Mapping[str, str],
+    watch: Watch = UNWATCHED,
 ) -> SnapshotId:
     """Store one step of a run of one rank, and end the run.
 
@@ -59,6 +63,7 @@ def store_snapshot(
         sources: boxes that cover their leaves exactly once.
         values: tracked name → tagged JSON.
         aliases: other names of tied tensors → path.
+        watch: told of raw bytes.
 
     Raises:
         HistoryExists: the store has snapshots.
@@ -73,13 +78,19 @@ def store_snapshot(
     heart.start()
     try:
         id_ = SnapshotId(run, step)
-        filling = _Filling(store, id_)
+        filling = _Filling(store, id_, watch)
         layout = lay_out(source.shard for source in sources)
-        table = filling.fill(layout, {source.shard: source for source in sources})
-        head = PartHead(
-            run, step, 1, 0, digest128(b"imported"), None, clock.wall(), None, filling.stored, aliases, {}, values
-        )
-        own = put_part(store, id_, 0, write_part(head, layout, table, filling.sizes, _on))
+        watch.expect(layout.nbytes)
+        try:
+            table = filling.fill(layout, {source.shard: source for source in sources})
+            head = PartHead(
+                run, step, 1, 0, digest128(b"imported"), None, clock.wall(), None, filling.stored, aliases, {}, values
+            )
+            own = put_part(store, id_, 0, write_part(head, layout, table, filling.sizes, _on))
+        except BaseException:  # Ctrl-C, a source that is cut short: no snapshot can come to name these packs
+            with contextlib.suppress(StorageError):
+                store.delete(list(filling.sizes))
+            raise
         publish(
             store, clock, id=id_, rank=0, world_size=1, own=own, wait=0.0, stopped=lambda: False, breathe=_on
         )  # fmt: skip
@@ -104,8 +115,9 @@ def _on() -> None:
 class _Filling:
     """The packs of one import. Equal chunks are stored once."""
 
-    def __init__(self, store: Store, id_: SnapshotId) -> None:
+    def __init__(self, store: Store, id_: SnapshotId, watch: Watch) -> None:
         self._store = store
+        self._watch = watch
         self._id = id_
         self._codec = Codec()
         self._learned = Learned()
@@ -137,6 +149,7 @@ class _Filling:
         return tuple(self._chunks[digest] for digest in digests if digest is not None)
 
     def _add(self, raw: Bytes, dtype: str, cls: str) -> str:
+        self._watch.done(len(raw))
         digest = chunk_digest(dtype, raw)
         if digest in self._known:
             return digest

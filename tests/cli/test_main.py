@@ -45,6 +45,12 @@ def test_the_help_of_every_verb_states_its_exit_codes_and_every_flag(ckpt: Ckpt,
     assert max(map(len, said.lines)) <= 80
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs that write a file where they are called must not do so in the repository."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
 def test_the_overview_names_every_verb_in_one_uncut_line(ckpt: Ckpt) -> None:
     said = ckpt("--help")
     assert said.code == 0
@@ -128,7 +134,7 @@ def test_ctrl_c_is_130_and_one_line(ckpt: Ckpt, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(screen, "open_store", lambda url, **options: Interrupting(tmp_path))
     said = ckpt(verb, tmp_path, *MORE.get(verb, ()))
     assert (said.code, said.out) == (130, "")
-    assert said.err == "ckpt: interrupted; what was done so far stays, and running it again goes on\n"
+    assert said.err == "ckpt: interrupted; nothing is left half done, and running it again does the rest\n"
     assert keys(store) == before
 
 

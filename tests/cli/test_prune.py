@@ -333,7 +333,7 @@ def test_ctrl_c_among_the_removals_is_told_and_the_next_prune_finishes(
         said = ckpt("prune", tmp_path, "--keep-last", 1)
     assert store.deletes == 2
     assert said.code == 130
-    assert said.err == "ckpt: interrupted; what was done so far stays, and running it again goes on\n"
+    assert said.err == "ckpt: interrupted; nothing is left half done, and running it again does the rest\n"
     assert said.lines[-1].startswith("removing 3 snapshots")
     assert listed(ckpt, tmp_path) == ["1/40", "1/50"]
     assert store.list(PRUNES)

@@ -59,7 +59,7 @@ def _draw(layers: Layers, reads: Sequence[Snapshot], width: float) -> tuple[floa
     left, right = (2.0, width - 44.0) if narrow else (312.0, width - 60.0)
     high, pitch, top = (17.0, 37.0, 6.0) if narrow else (19.0, 23.0, 4.0)
     chosen = evenly(len(reads), 30) if narrow else range(len(reads))
-    step = min((right - left) / max(len(chosen), 1), 64.0)
+    step = min((right - left) / max(len(chosen), 1), 112.0)
     thick = step - (1.0 if step > 5 else 0.3)
     drawn = []
     for n, group in enumerate(layers.groups):

@@ -59,7 +59,6 @@ def _head(chronicle: Chronicle, now: float) -> Markup:
     else:
         newest = next(save for save in saves if save.id == chronicle.newest)
         gone = sum(save.listed.abandoned for save in saves)
-        less = chronicle.full / chronicle.held if chronicle.held else 0.0
         blocked = [save.blocked for save in saves if save.blocked is not None]
         lost = sum(recovery.lost for recovery in chronicle.recoveries)
         tiles = [
@@ -69,7 +68,7 @@ def _head(chronicle: Chronicle, now: float) -> Markup:
             (
                 "On the store",
                 bytes_text(chronicle.held),
-                f"whole copies: {bytes_text(chronicle.full)}, {less:.3g} times",
+                f"instead of {bytes_text(chronicle.full)} in whole copies",
             ),
             ("Training waits", seconds_text(median(blocked)) if blocked else "-", "per save, median"),
             (
