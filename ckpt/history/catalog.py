@@ -20,6 +20,7 @@ from typing import Literal
 from ckpt.errors import DamagedError, NoSnapshot
 from ckpt.format.manifest import MAX_DOCUMENT, PinDoc, RunDoc, Snapshot, parse_snapshot, unseal
 from ckpt.format.names import (
+    JOURNAL,
     PACKS,
     PARTS,
     PINS,
@@ -28,6 +29,7 @@ from ckpt.format.names import (
     PackName,
     PartName,
     RunId,
+    SegmentName,
     SnapshotId,
     SnapshotName,
     parse_run_key,
@@ -62,7 +64,7 @@ class History:
         pins: name → snapshot, whether that is still there or not.
         problems: what was skipped, one line each.
         documents: every readable snapshot document (all revisions, incomplete ones too) by key.
-        entries: what was listed under runs/, parts/, snapshots/, pins/ (and packs/, where asked for), by key.
+        entries: what was listed under runs/, parts/, snapshots/, pins/ (packs/ and journal/ where asked for), by key.
         url: of the store.
     """
 
@@ -112,7 +114,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
 
     Args:
         store: where.
-        packs: list packs/ too (into `History.entries`); nothing but prune needs it.
+        packs: list packs/ and journal/ too (into `History.entries`); nothing but prune needs it.
         known: an earlier look; documents it holds are not read again, since they never change.
         threads: documents read at once.
 
@@ -121,7 +123,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
         FormatTooNew: a newer version of this library writes here.
     """
     entries: dict[str, Entry] = {}
-    for prefix in (RUNS, PARTS, *((PACKS,) if packs else ()), SNAPSHOTS, PINS):
+    for prefix in (RUNS, PARTS, *((PACKS, JOURNAL) if packs else ()), SNAPSHOTS, PINS):
         entries.update((e.key, e) for e in store.list(prefix))
     problems: list[Problem] = []
     names: dict[str, SnapshotName] = {}
@@ -134,7 +136,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
             names[key] = name
         elif key.startswith(PINS) and re.fullmatch(r"pins/[^/]+\.json", key):
             pin_keys.append(key)
-        elif PartName.parse(key) is None and PackName.parse(key) is None:
+        elif not any(parse(key) for parse in (PartName.parse, PackName.parse, SegmentName.parse)):
             text = f"{key}: not an object of this format ({entry.size} bytes); ignored"
             problems.append(Problem(key, text, "foreign"))
     # A snapshot can be newer than our list of runs; its run document is older than itself, so it can be read directly.

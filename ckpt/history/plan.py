@@ -6,11 +6,12 @@ appeared in between (a claim, a pin, a commit) is spared by the very rules that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt.format.manifest import PruneDoc, parse_snapshot
-from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SnapshotId, SnapshotName
+from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SegmentName, SnapshotId, SnapshotName
 from ckpt.history.catalog import History
 from ckpt.history.keep import Keep, reasons
 from storage_backends.base import Entry
@@ -32,7 +33,8 @@ class Decision:
     """What goes, and why the rest stays.
 
     `snapshots`: ids whose snapshots go; `leftovers`: steps never committed (or whose parts are gone) of which
-    something goes. The keys are in order of removal: documents, parts, packs. `kept`: snapshot → why.
+    something goes. The keys are in order of removal: documents, parts, packs, segments of the journal. `kept`:
+    snapshot → why.
     """
 
     snapshots: tuple[SnapshotId, ...] = ()
@@ -40,13 +42,14 @@ class Decision:
     documents: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     packs: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
     kept: Mapping[SnapshotId, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Everything that goes, in order of removal."""
-        return self.documents + self.parts + self.packs
+        return self.documents + self.parts + self.packs + self.segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +149,31 @@ def decide(
         documents=tuple(key for key in ordered if key.startswith(SNAPSHOTS)),
         parts=tuple(key for key in ordered if key.startswith(PARTS)),
         packs=tuple(key for key in ordered if key.startswith(PACKS)),
+        segments=tuple(_segments(history, gone, clock, newest_run)),
         kept=kept,
         notes=tuple(notes),
     )
+
+
+def _segments(history: History, gone: Collection[SnapshotId], clock: _Clock, newest_run: RunId | None) -> Iterator[str]:
+    """Segments of the journal that go: with the snapshot they are replayed from, the newest of their run at or before
+    their first record; or as leftovers, where there is none and their run is over."""
+    steps: dict[RunId, list[int]] = {}
+    for id_ in sorted(history.snapshots):
+        steps.setdefault(id_.run, []).append(id_.step)
+    for key, entry in sorted(history.entries.items()):
+        name = SegmentName.parse(key)
+        if name is None:
+            continue
+        mine = steps.get(name.run, [])
+        at = bisect_right(mine, name.previous)
+        if any(SnapshotId(name.run, step) not in gone for step in mine[at:] if step < name.step):
+            continue  # it leads on from one that stays, too
+        if at:
+            if SnapshotId(name.run, mine[at - 1]) in gone:
+                yield key
+        elif newest_run is not None and name.run < newest_run and clock.old([entry]):
+            yield key
 
 
 def _in_the_making(history: History, objects: _Objects) -> set[SnapshotId]:

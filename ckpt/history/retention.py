@@ -1,6 +1,6 @@
 """Prune: plan, announce, look again, act (PROTOCOL.md §5). The plan touches nothing; `execute` only follows it.
 
-Snapshots go first, then parts, then packs, then the prune's own announcement. A crash
+Snapshots go first, then parts, then packs, then segments of the journal, then the prune's own announcement. A crash
   before the announcement  leaves the store as it was;
   after it                 leaves an announcement: claims give way to it, and the next prune finishes what it names;
   among the removals       never leaves a snapshot that lacks something: its document went first.
@@ -38,7 +38,7 @@ class PrunePlan:
         order: what was asked for.
         snapshots: the snapshots that go.
         leftovers: steps that were never committed, of which something goes.
-        documents, parts, packs: the objects that go, in order of removal.
+        documents, parts, packs, segments: the objects that go, in order of removal.
         freed: bytes of all these objects.
         protected: every snapshot that stays, and why.
         unfinished: announcements of earlier prunes, which this one finishes.
@@ -52,6 +52,7 @@ class PrunePlan:
     documents: tuple[str, ...]
     parts: tuple[str, ...]
     packs: tuple[str, ...]
+    segments: tuple[str, ...]
     freed: int
     protected: Mapping[SnapshotId, str]
     unfinished: tuple[str, ...]
@@ -61,7 +62,7 @@ class PrunePlan:
     @property
     def keys(self) -> tuple[str, ...]:
         """Every object that goes, in order of removal."""
-        return self.documents + self.parts + self.packs
+        return self.documents + self.parts + self.packs + self.segments
 
     def __str__(self) -> str:
         lines = [f"remove {id_.short}" for id_ in self.snapshots]
@@ -122,6 +123,7 @@ def plan_prune(
         documents=decision.documents,
         parts=decision.parts,
         packs=decision.packs,
+        segments=decision.segments,
         freed=_size(decision.keys, history.entries),
         protected={id_: why for id_, why in decision.kept.items() if id_ in history.snapshots},
         unfinished=tuple(announced),
@@ -176,7 +178,7 @@ def execute(
             store.delete([own])  # nothing has been removed: take it back
         raise
     allowed = set(again.keys) - spared
-    for keys in (plan.documents, plan.parts, plan.packs):
+    for keys in (plan.documents, plan.parts, plan.packs, plan.segments):
         if todo := [key for key in keys if key in allowed]:
             store.delete(todo)
     removed = tuple(key for key in plan.keys if key in allowed)

@@ -158,13 +158,17 @@ class Keeper:
 
         def there() -> bool:
             done = self.segments.durable if self.segments is not None else self._durable
-            return (done is not None and done >= (run, step)) or self.over is not None or self._failure is not None
+            return (done is not None and done >= (run, step)) or self.over is not None or self._broken is not None
 
         with self.changed:
             if self.changed.wait_for(there, timeout):
-                return self._failure
+                return self._broken
         why = self.segments.failure if self.segments is not None else None
         return f"step {step} is not durable after {timeout:g} s" + (f": {why}" if why is not None else "")
+
+    @property
+    def _broken(self) -> str | None:
+        return self._failure or (self.segments.broken if self.segments is not None else None)
 
     def stop(self, timeout: float | None) -> bool:
         """Write down what was captured, and end."""
@@ -230,6 +234,8 @@ class Keeper:
                     self._record(news, self._proof)
             case Mark(id=id_, layout=layout):
                 self._base = id_
+                if self.segments is not None:
+                    self.segments.cut()
                 if self._proof is not None:
                     self._proof.mark(id_, layout)
             case Committed(id=id_, digests=digests):

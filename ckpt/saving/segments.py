@@ -27,12 +27,14 @@ PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between tries of a put that fails. The store has its own retries beneath."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     run: RunId
     previous: int
     step: int
     data: bytes
+    last: bool = False
+    """Nothing follows it in its segment."""
 
 
 class Segments:
@@ -40,7 +42,7 @@ class Segments:
 
     Attributes:
         durable: (run, step) of the newest record that is on the store.
-        failure: why the last put failed; None after one that did not.
+        failure: why the last put failed; None after one that did not. `broken`: why nothing is put any more.
         nbytes: bytes put; `held`: bytes that wait.
     """
 
@@ -53,6 +55,7 @@ class Segments:
         self._thread: threading.Thread | None = None
         self.durable: tuple[RunId, int] | None = None
         self.failure: StorageError | None = None
+        self.broken: str | None = None
         self.nbytes = self.held = self.count = 0
 
     def add(self, run: RunId, previous: int, step: int, data: bytes) -> None:
@@ -65,6 +68,12 @@ class Segments:
                 self._thread = threading.Thread(target=self._serve, name="ckpt-segments", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def cut(self) -> None:
+        """A snapshot was captured here: no segment leads past it, so that each is replayed from one snapshot alone."""
+        with self._changed:
+            if self._waiting:
+                self._waiting[-1].last = True
 
     def forget(self) -> None:
         """What waits leads to nothing any more."""
@@ -88,6 +97,14 @@ class Segments:
         return self._stopping or self.held >= LARGEST or time.monotonic() - self._since >= self._age
 
     def _serve(self) -> None:
+        try:
+            self._put_all()
+        except BaseException as error:  # whoever waits for what would have been put must learn of it
+            self.broken = f"{type(error).__name__}: {error}"
+            self._told()
+            raise
+
+    def _put_all(self) -> None:
         background()
         failed = 0
         while True:
@@ -130,7 +147,7 @@ class Segments:
         size = 0
         for waiting in self._waiting:
             if batch and (
-                waiting.run != batch[-1].run or waiting.previous != batch[-1].step or size >= LARGEST
+                batch[-1].last or waiting.run != batch[-1].run or waiting.previous != batch[-1].step or size >= LARGEST
             ):  # fmt: skip
                 break
             batch.append(waiting)
