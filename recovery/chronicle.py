@@ -69,6 +69,7 @@ class Recovery:
 
     Attributes:
         step: that it went on from, saved by the run `source`.
+        journaled: the step to which the journal leads from there; `step` itself where there is none.
         reached: the highest step that the store shows any run since `source` to have reached before.
         usual: steps between two saves of the run before, as a rule: so many may have been lost beyond `reached`, which
             no store can tell. None where it saved once.
@@ -79,6 +80,7 @@ class Recovery:
     at: float | None
     source: RunId
     step: int
+    journaled: int
     reached: int
     usual: int | None
     ranks_before: int | None
@@ -87,7 +89,7 @@ class Recovery:
     @property
     def lost(self) -> int:
         """Steps that were done again, at least."""
-        return max(self.reached - self.step, 0)
+        return max(self.reached - self.journaled, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,13 @@ class Chronicle:
     problems: int
 
 
-def chronicle(history: History) -> Chronicle:
-    """What one look at a store tells."""
+def chronicle(history: History, covered: Mapping[SnapshotId, int] | None = None) -> Chronicle:
+    """What one look at a store tells.
+
+    Args:
+        covered: snapshot → the newest step to which the journal leads from it (`recovery.journaled.covered`).
+    """
+    covered = covered or {}
     took = {
         SnapshotId(snapshot.id.run, snapshot.durable[0]): snapshot.durable[1]
         for snapshot in history.snapshots.values()
@@ -124,13 +131,13 @@ def chronicle(history: History) -> Chronicle:
         Save(listed(history, id_), snapshot.blocked, took.get(id_), snapshot.revision)
         for id_, snapshot in sorted(history.snapshots.items())
     )
-    lines = _lines(history)
+    lines = _lines(history, [SnapshotId(id_.run, step) for id_, step in covered.items()])
     return Chronicle(
         url=history.url,
         newest=history.newest,
         saves=saves,
         lines=lines,
-        recoveries=tuple(_recoveries(history, lines)),
+        recoveries=tuple(_recoveries(history, lines, covered)),
         held=sum(dict(pack for snapshot in history.snapshots.values() for pack in snapshot.packs).values()),
         stored=sum(save.listed.stored for save in saves),
         full=sum(save.listed.size for save in saves),
@@ -138,14 +145,16 @@ def chronicle(history: History) -> Chronicle:
     )
 
 
-def _lines(history: History) -> tuple[Line, ...]:
+def _lines(history: History, journaled: Iterable[SnapshotId]) -> tuple[Line, ...]:
     steps: dict[RunId, list[int]] = {}
     for id_ in sorted(history.snapshots):
         steps.setdefault(id_.run, []).append(id_.step)
     begun = {run: parse_snapshot(document.resumed_from) for run, document in history.runs.items()}
     parts = (name.id for key in history.entries if key.startswith(PARTS) and (name := PartName.parse(key)))
     # Snapshots that were pruned since left a trace where a run was resumed from them.
-    reached = _furthest([*history.snapshots, *parts, *(source for source in begun.values() if source is not None)])
+    reached = _furthest(
+        [*history.snapshots, *journaled, *parts, *(source for source in begun.values() if source is not None)]
+    )
     live = _live(history, begun)
     found = []
     for run in sorted({*history.runs, *steps, *reached}):
@@ -186,7 +195,7 @@ def _furthest(ids: Iterable[SnapshotId]) -> Mapping[RunId, int]:
     return found
 
 
-def _recoveries(history: History, lines: tuple[Line, ...]) -> Iterable[Recovery]:
+def _recoveries(history: History, lines: tuple[Line, ...], covered: Mapping[SnapshotId, int]) -> Iterable[Recovery]:
     for n, line in enumerate(lines):
         source = line.resumed_from
         if source is None:
@@ -201,6 +210,7 @@ def _recoveries(history: History, lines: tuple[Line, ...]) -> Iterable[Recovery]
             at=line.started,
             source=source.run,
             step=source.step,
+            journaled=covered.get(source, source.step),
             reached=max((earlier.reached for earlier in since if earlier.reached is not None), default=source.step),
             usual=round(median(gaps)) if gaps else None,
             ranks_before=snapshot.world_size if snapshot is not None else before,

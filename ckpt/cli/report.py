@@ -14,6 +14,7 @@ from ckpt.cli.page.whole import MARK, page
 from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json
 from recovery.chronicle import Chronicle, chronicle
+from recovery.journaled import covered
 from recovery.layers import Layers, choose, layers
 from recovery.looking import History
 
@@ -38,7 +39,7 @@ def command(
     store = open_url(url, storage_option)
     with bar("reading snapshots", quiet=as_json) as shown:
         seen = History(shown.reads(store, documents)).look()
-    told = chronicle(seen)
+    told = chronicle(seen, covered(store, seen))
     sample = choose([seen.snapshots[save.id] for save in told.saves])
     with bar("looking into snapshots", quiet=as_json) as shown:
         shown.expect(sample.nbytes)
@@ -113,6 +114,7 @@ def _document(told: Chronicle, changes: Layers) -> dict[str, Any]:
                 "run": str(r.run),
                 "at": r.at,
                 "step": r.step,
+                "journaled": r.journaled,
                 "lost": r.lost,
                 "usual": r.usual,
                 "ranks_before": r.ranks_before,

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.format.manifest import FORMAT, RunDoc, seal, unseal
-from ckpt.format.names import RunId, SnapshotId, run_key
+from ckpt.format.names import RunId, SegmentName, SnapshotId, run_key
 from ckpt.history.catalog import read_history
 from recovery.chronicle import chronicle
+from recovery.journaled import covered
 from storage_backends.memory import MemoryStore
 from tests.cli.living import NEXT, pin, restate, two_lines
 from tests.support.stores import RUN, DirectWriter
@@ -91,3 +92,14 @@ def test_an_empty_store_has_no_story() -> None:
     told = chronicle(read_history(MemoryStore()))
     assert (told.saves, told.lines, told.recoveries, told.newest, told.held) == ((), (), (), None, 0)
     assert FORMAT == 1
+
+
+def test_what_a_journal_brings_back_was_not_lost(tmp_path: Path) -> None:
+    store, _ = two_lines(tmp_path)
+    for first, last in ((500, 650), (650, 703)):
+        store.put(SegmentName(RUN, 0, first, last).key, b"of segments only names are looked at")
+    history = read_history(store)
+    told = chronicle(history, covered(store, history))
+    [recovery] = told.recoveries
+    assert (recovery.step, recovery.journaled, recovery.reached, recovery.lost) == (500, 703, 703, 0)
+    assert told.lines[0].reached == 703

@@ -96,8 +96,8 @@ def _recoveries(recoveries: Sequence[Recovery]) -> Markup:
     lost = sum(recovery.lost for recovery in recoveries)
     told = (
         f"{count(len(recoveries), 'start')} of the job went on from a snapshot; the store shows {count(lost, 'step')} "
-        "that had to be done again. Steps after the last save leave no trace: up to one distance between saves more "
-        "may have been lost each time."
+        "that had to be done again. Steps after the last save leave no trace, unless in a journal: without one, up to "
+        "one distance between saves more may have been lost each time."
     )
     rows = [
         [
@@ -122,6 +122,8 @@ def _recoveries(recoveries: Sequence[Recovery]) -> Markup:
 
 def _card(r: Recovery) -> Markup:
     lost = f"{count(r.lost, 'step')} done again, at least" if r.lost else "no saved step was lost"
+    if r.journaled > r.step:
+        lost = f"the journal led on to step {r.journaled:,}; {lost}"
     return tag(
         "li",
         tag("b", f"step {r.step:,}"),
