@@ -12,7 +12,7 @@ from ckpt.cli.progress import bar
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, find_any, open_url, print_json, printable
 from ckpt.errors import NoSnapshot
 from ckpt.format.manifest import Snapshot
-from ckpt.format.names import ALIVE, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
+from ckpt.format.names import ALIVE, JOURNAL, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
 from ckpt.history.catalog import read_history
 from recovery.verify import Finding, verify
 from storage_backends.base import Entry, Store
@@ -68,7 +68,7 @@ def command(
 
 def _weigh(entry: Entry) -> int:
     """Bytes of an object that a shallow check reads."""
-    return 0 if entry.key.startswith((PACKS, ALIVE)) else entry.size
+    return 0 if entry.key.startswith((PACKS, ALIVE, JOURNAL)) else entry.size
 
 
 def _weigh_deep(entry: Entry) -> int:
