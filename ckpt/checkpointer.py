@@ -34,6 +34,7 @@ from ckpt.random_states import set_random_states
 from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.resuming import reference_after
 from ckpt.saves import Saves
+from ckpt.saving.breath import Breath
 from ckpt.saving.journal import Journaling, Place, open_journal
 from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
@@ -133,7 +134,12 @@ class Checkpointer:
         self._sweeper: Sweeper | None = None
         if keep is not None and self._ranks.rank == 0:
             self._sweeper = Sweeper(
-                self._store, self._clock, keep, grace=seconds(opt.grace), listing_lag=seconds(opt.listing_lag)
+                self._store,
+                self._clock,
+                keep,
+                grace=seconds(opt.grace),
+                listing_lag=seconds(opt.listing_lag),
+                breath=Breath,
             )
         self._copier = Copier(
             self._store, chores(self._store, self._clock, ranks.rank, ranks.world_size), lambda: self._tenure.run

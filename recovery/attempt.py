@@ -31,7 +31,15 @@ from recovery.meter import Meter
 from recovery.near import from_node
 from recovery.parallel import in_threads
 from recovery.place import Seat, asked_for, merged, stored_state, wants
-from recovery.read import OpenSnapshot, check_part, check_snapshot, open_snapshot, read_part_bytes, verdict
+from recovery.read import (
+    OpenSnapshot,
+    check_part,
+    check_snapshot,
+    open_snapshot,
+    read_part_bytes,
+    verdict,
+    weights_only,
+)
 from recovery.reading import Delivered, Reading
 from recovery.shards import from_store
 from recovery.spans import Describer
@@ -100,6 +108,8 @@ class Attempt:
         key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
         opened = check_snapshot(document, key.decode())
         self.key = opened.key
+        if opened.snapshot.without and isinstance(lacking := self._lacking(opened), Skip):
+            return lacking
         own = together(self.peers, lambda: self._own(opened), wishes=lambda documents: documents.plan is None)
         if isinstance(own, Skip):
             return own
@@ -118,6 +128,12 @@ class Attempt:
         if isinstance(every, Skip):
             return every
         return self._without_others(every.value) if every.wish else every.value
+
+    def _lacking(self, opened: OpenSnapshot) -> Skip | None:
+        """What is weights only goes into no state with an optimizer: that would go on as if it had not stepped yet."""
+        names = sorted(set(opened.snapshot.without) & set(self.state))
+        asked = together(self.peers, lambda: None, wishes=lambda _: bool(names))
+        return Skip(weights_only(self.store, opened), pruned=False) if isinstance(asked, Skip) or asked.wish else None
 
     def _without_others(self, documents: Documents) -> Documents | Skip:
         """Plan where leaves of some ranks are not live on others (an average on rank 0, the stages of a pipeline):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.errors import DamagedError, NoSnapshot
+from ckpt.errors import DamagedError, LayoutMismatch, NoSnapshot
 from ckpt.format.names import SNAPSHOTS, SnapshotId, SnapshotName
 from ckpt.history.catalog import History, find, read_history
 from recovery.journaled import find_base
@@ -29,8 +29,7 @@ def choose(store: Store, step: int | str | None) -> Choice:
     """Read the history and say what to try.
 
     Without a step these are the snapshots of the live line. Abandoned ones never stand in for it silently: a job that
-    went back on purpose would find itself on the line it left. Only where the document that says what a run resumed
-    from cannot be read, so that the line ends in nothing, are all older snapshots tried after it.
+    went back on purpose would find itself on the line it left.
 
     Raises:
         NoSnapshot: the one asked for does not exist.
@@ -50,8 +49,6 @@ def choose(store: Store, step: int | str | None) -> Choice:
                 raise
             return Choice((base[0],), named=True, journaled=base[1])
     live = tuple(sorted(history.live, reverse=True))
-    if live and live[-1].run not in history.runs:
-        live += tuple(sorted((id_ for id_ in history.snapshots if id_ < live[-1]), reverse=True))
     if not live and unreadable:
         raise _all_unreadable(store, unreadable)
     return Choice(live, unreadable=tuple(s for s in unreadable if s[0] > live[0]) if live else ())
@@ -82,7 +79,7 @@ def _all_unreadable(store: Store, unreadable: tuple[Skipped, ...]) -> DamagedErr
 
 def exhausted(store: Store, choice: Choice, skipped: tuple[Skipped, ...], last: Exception | None) -> Exception:
     """The error when none of the candidates could be used."""
-    if choice.named and isinstance(last, DamagedError):
+    if choice.named and isinstance(last, DamagedError | LayoutMismatch):
         return last
     reasons = "; ".join(f"{id_.short}: {reason}" for id_, reason in skipped)
     if isinstance(last, DamagedError):

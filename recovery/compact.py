@@ -1,66 +1,31 @@
-"""Compaction: snapshots written anew, so that packs which are mostly dead can go (PROTOCOL.md §5.5; no torch).
-
-For each snapshot: its packs, then its parts, then a document of the next revision, which readers then take. Nothing is
-removed here; what the new revision made superfluous goes with the next prune. A crash
-  before the document  leaves packs and parts nobody names, and the old revision, which is read; prune sweeps them;
-  after it             leaves the new revision, which is read, and the old one, which prune removes.
-A claim (a pin) holds off prunes while a snapshot is rewritten; one that a killed compaction left goes with the next.
+"""Compaction: snapshots written anew, so that packs which are mostly dead can go (PROTOCOL.md §5.5; no torch). The
+order of writes, and what a crash leaves, is in `ckpt.history.revising`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
-from msgspec.structs import replace
 
 from ckpt.format.codec import Codec
-from ckpt.format.manifest import (
-    Blob,
-    BlobRow,
-    BundleRow,
-    Chunk,
-    ChunkRow,
-    Part,
-    PartRef,
-    PinDoc,
-    ShardRow,
-    digest64,
-    digest128,
-    parse_snapshot,
-    seal,
-    unseal,
-)
-from ckpt.format.names import (
-    PINS,
-    SNAPSHOTS,
-    PackName,
-    PartName,
-    SnapshotId,
-    SnapshotName,
-    packs_prefix,
-    parts_prefix,
-    pin_key,
-)
+from ckpt.format.manifest import Blob, Chunk, Part, PartRef, digest64
+from ckpt.format.names import PackName, PartName, SnapshotId
 from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, TEXT_BOUND, PackBuilder, PackedBlob, read_header
-from ckpt.format.parts import encode_part
 from ckpt.format.probe import Learned
+from ckpt.format.revised import described
 from ckpt.format.shards import DTYPES, whole
-from ckpt.history.assemble import build_snapshot
-from ckpt.history.copies import read
-from ckpt.history.pins import claim, still_there
-from ckpt.history.runs import claimed_by_prune
+from ckpt.history.revising import SWEPT, claiming, next_revision, own_packs, publish_revised, put_revised
 from recovery.assemble import ChunkJob, Place
-from recovery.compaction import CLAIM, CompactPlan, chunks_of, parts_of
+from recovery.compaction import CompactPlan, chunks_of, parts_of
 from recovery.fetch import REQUEST, fetch
 from recovery.rebuild import Rebuilder, chain_problem
 from recovery.shards import damaged, faulty, rebuild_checked
-from storage_backends.base import NotFound, StorageError, Store
+from storage_backends.base import Store
 
 __all__ = ["Compacted", "compact"]
 
@@ -102,74 +67,14 @@ def compact(
         DamagedError: something does not decode to what was written; snapshots before it have been rewritten.
         StorageError: the store failed; the same holds.
     """
-    dead = sorted(id_ for name, id_ in plan.history.pins.items() if name.startswith(CLAIM))
-    if not plan.rewrite and not dead:
-        return Compacted()
-    stem = f"{CLAIM}{nonce()}"
-    # With nothing to rewrite, one claim all the same: its time is the store's, by which the claims of the dead are old.
-    own = {id_: f"{stem}-{n}" for n, id_ in enumerate(plan.rewrite or dead[:1])}
-    keys = [pin_key(name) for name in own.values()]
-    try:
-        ids, skipped = _claim(store, plan, own, grace)
-        work = _Work(store, plan, pack_limit)
-        for id_ in ids:
-            if (why := work.rewrite(id_)) is not None:
-                skipped.append(f"{id_.short}: {why}")
+    with claiming(store, plan.history, plan.rewrite, grace=grace, nonce=nonce) as claimed:
+        work, skipped = _Work(store, plan, pack_limit), list(claimed.skipped)
+        for id_ in claimed.ids:
+            if not work.rewrite(id_):
+                skipped.append(f"{id_.short}: {SWEPT}")
                 break  # what comes later may name packs of this one
             each(id_)
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            store.delete(keys)
-        raise
-    store.delete(keys)
     return Compacted(tuple(work.done), len(work.sizes), work.written, tuple(skipped))
-
-
-def _claim(
-    store: Store, plan: CompactPlan, own: dict[SnapshotId, str], grace: float
-) -> tuple[list[SnapshotId], list[str]]:
-    """Claim every snapshot of the plan, then look for who claims otherwise: those that may be rewritten, and in words
-    why others may not. All claims stay until the end: a later snapshot may come to name packs of an earlier one, which
-    nothing else protects until its document is there."""
-    for id_, name in own.items():
-        claim(store, name, id_)
-    rivals = _rivals(store, {pin_key(name) for name in own.values()}, grace)
-    newer = {
-        found.id
-        for entry in store.list(SNAPSHOTS)
-        if (found := SnapshotName.parse(entry.key)) and entry.key not in plan.history.entries
-    }
-    ids: list[SnapshotId] = []
-    skipped: list[str] = []
-    for id_ in plan.rewrite:
-        if id_ in rivals:
-            skipped.append(f"{id_.short}: another compaction is at it")
-        elif id_ in newer:
-            skipped.append(f"{id_.short}: it has been compacted meanwhile")
-        elif claimed_by_prune(store, id_) or not still_there(store, plan.history, id_):
-            skipped.append(f"{id_.short}: a prune removes it")
-        else:
-            ids.append(id_)
-    return ids, skipped
-
-
-def _rivals(store: Store, own: Collection[str], grace: float) -> set[SnapshotId]:
-    """What other compactions have claimed; claims that dead ones left are taken away."""
-    pins = {e.key: e.mtime for e in store.list(PINS) if e.key.startswith(PINS + CLAIM)}
-    now = max((mtime for key in own if (mtime := pins.get(key)) is not None), default=None)
-    found: set[SnapshotId] = set()
-    for key, mtime in pins.items():
-        if key in own:
-            continue
-        if grace <= 0 or (now is not None and mtime is not None and mtime < now - grace):
-            store.delete([key])
-            continue
-        with contextlib.suppress(NotFound):
-            pin = read(store, key, lambda data: unseal(data, PinDoc, key=key))  # noqa: B023 - called at once
-            pinned = parse_snapshot(pin.snapshot)
-            assert pinned is not None  # the field's pattern has been checked
-            found.add(pinned)
-    return found
 
 
 @dataclass(slots=True)
@@ -223,34 +128,23 @@ class _Work:
         self.written = 0
         self.done: list[SnapshotId] = []
 
-    def rewrite(self, id_: SnapshotId) -> str | None:
-        """Give a snapshot its next revision; or say why it keeps the one it has."""
+    def rewrite(self, id_: SnapshotId) -> bool:
+        """Give a snapshot its next revision. False: it keeps the one it has, see `SWEPT`."""
         history = self._plan.history
-        parts = [n for e in self._store.list(parts_prefix(id_)) if (n := PartName.parse(e.key))]
-        packs = [p for e in self._store.list(packs_prefix(id_)) if (p := PackName.parse(e.key))]
-        # Above whatever a killed compaction left: its objects may still be swept, and must not be named again.
-        revision = 1 + max(history.snapshots[id_].revision, *(n.revision for n in parts), 0)
+        revision, packs = next_revision(self._store, history, id_), own_packs(self._store, id_)
         before = set(self.sizes)
         made: list[tuple[PartRef, Part]] = []
         for part in parts_of(self._store, history, [id_], threads=1):
             first = 1 + max((p.n for p in packs if p.rank == part.rank), default=-1)
             new = self._part(part, revision, _Packs(self._store, id_, part.rank, first, self._pack_limit, self.sizes))
-            data = encode_part(new)
-            ref = PartRef(PartName(id_, part.rank, revision).key, len(data), digest128(data))
-            self._store.put(ref.key, data)
-            made.append((ref, new))
-        snapshot = seal(build_snapshot(made))
-        key = SnapshotName(id_, revision).key
-        self._store.put(key, snapshot)
-        # This process may have been stopped for hours, and a prune may have swept what no document named yet.
-        there = {e.key for prefix in (parts_prefix(id_), packs_prefix(id_)) for e in self._store.list(prefix)}
+            made.append((put_revised(self._store, new, _hold), new))
         new_packs = self.sizes.keys() - before
-        if not new_packs | {ref.key for ref, _ in made} <= there:
-            self._store.delete([key])
-            return "what it had written was swept by a prune meanwhile; compact again"
-        self.written += sum(self.sizes[pack] for pack in new_packs) + sum(ref.length for ref, _ in made) + len(snapshot)
+        written = publish_revised(self._store, made, new_packs, _hold)
+        if written is None:
+            return False
+        self.written += sum(self.sizes[pack] for pack in new_packs) + sum(ref.length for ref, _ in made) + written
         self.done.append(id_)
-        return None
+        return True
 
     def _part(self, part: Part, revision: int, packs: _Packs) -> Part:
         """The part with its chunks where they lie from now on, all of them on the store."""
@@ -324,29 +218,18 @@ class _Work:
                 return Chunk(chunk.digest, (self._keyframes[chunk.digest],))
             return Chunk(chunk.digest, tuple(self._moved.get(b, b) for b in chunk.blobs), chunk.of)
 
-        described: tuple[BundleRow | ShardRow, ...] = (*part.bundles, *part.shards)
-        tables = [[changed(chunk) for chunk in part.chunks(row)] for row in described]
-        names = sorted({blob.pack for table in tables for chunk in table for blob in chunk.blobs})
-        number = {key: i for i, key in enumerate(names)}
-
-        def rows(table: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
-            return tuple(
-                ChunkRow(
-                    chunk.digest,
-                    tuple(BlobRow(number[b.pack], b.start, b.stop, b.kind, b.digest) for b in chunk.blobs),
-                    None if chunk.of is None else (chunk.of.offsets, chunk.of.lengths),
-                )
-                for chunk in table
-            )
-
-        count = len(part.bundles)
-        return replace(
+        return described(
             part,
-            revision=revision,
-            packs=tuple((key, known[key]) for key in names),
-            bundles=tuple(replace(r, chunks=rows(t)) for r, t in zip(part.bundles, tables[:count], strict=True)),
-            shards=tuple(replace(r, chunks=rows(t)) for r, t in zip(part.shards, tables[count:], strict=True)),
+            revision,
+            [(row, [changed(chunk) for chunk in part.chunks(row)]) for row in part.bundles],
+            [(row, [changed(chunk) for chunk in part.chunks(row)]) for row in part.shards],
+            known,
+            _hold,
         )
+
+
+def _hold() -> None:
+    """A process of its own, with nothing to give way to."""
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from ckpt.format.manifest import Blob, BundleRow, Chunk, Part, ShardRow
 from ckpt.format.names import PartName, SnapshotId
 from ckpt.format.shards import DTYPES, Box, cuts, whole
 from ckpt.history.catalog import History, read_history
-from ckpt.history.plan import leaned_on
+from ckpt.history.plan import blocking, leaned_on, way_out
 from recovery.assemble import Place
 from recovery.parallel import THREADS, in_threads
 from recovery.read import Missing, OpenSnapshot, check_part, read_part_bytes
@@ -41,9 +41,6 @@ packs of tiny blobs, half of which are header, would else be rewritten for ever.
 
 PATIENCE = 3
 """Looks at a store that is being pruned meanwhile, before what is missing counts as lost."""
-
-CLAIM = "compacting-"
-"""How the pins begin by which a compaction claims what it reads."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,8 @@ def plan_compact(
 
 def _plan(store: Store, threshold: float, only: Collection[SnapshotId] | None, threads: int) -> CompactPlan:
     history = read_history(store, packs=True, threads=threads)
-    for problem in history.problems:
-        if problem.kind == "unreadable":
-            raise DamagedError(f"nothing is compacted: {problem.text}; run 'ckpt verify'", key=problem.key)
+    for problem in blocking(history):
+        raise DamagedError(f"nothing is compacted: {problem.text}; {way_out(problem)}", key=problem.key)
     left = dict(leaned_on(history, (), 0.0, None))
     if only is not None:
         left |= {id_: "not asked for" for id_ in history.snapshots if id_ not in only and id_ not in left}

@@ -12,14 +12,14 @@ from ckpt.format.names import SnapshotId
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.parallel import THREADS
-from recovery.read import OpenSnapshot, following, read_parts, successor
+from recovery.read import OpenSnapshot, Pruned, following, read_parts, successor
 from recovery.shards import MEMORY, read_shards
 from storage_backends.base import Store
 
 
 class Followed:
-    """Its parts, and its bytes from wherever they lie by now: another revision has the same leaves in the same boxes,
-    and other blobs. For one thread.
+    """Its parts, and its bytes from wherever they lie by now: another revision has the same leaves in the same boxes
+    (unless it is weights only), and other blobs. For one thread.
 
     Raises:
         DamagedError, Pruned, StorageError: it cannot be read; `read` raises them, too.
@@ -39,6 +39,8 @@ class Followed:
             except DamagedError as error:
                 newer = successor(self.store, self._opened, error)
             self._take(*following(self.store, newer.id, self._read_parts))
+            if not {want.shard.leaf.path for want in wanted} <= self._rows.keys():
+                raise Pruned(f"{newer.id.short} on {self.store.url} became weights only while it was being read")
 
     def _read_parts(self, opened: OpenSnapshot) -> tuple[OpenSnapshot, dict[int, Part]]:
         return opened, read_parts(self.store, opened.snapshot, threads=self._threads)

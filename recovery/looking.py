@@ -31,6 +31,7 @@ class Listed:
         pins: the names that hold it.
         places: of a store of several places, the names of those that hold it; else nothing.
         abandoned: the job went back and took another way; it does not lead to the newest snapshot.
+        without: names of the optimizers that were taken out (`Keep.moments_last`): it is weights only.
     """
 
     id: SnapshotId
@@ -45,6 +46,7 @@ class Listed:
     metrics: dict[str, Any]
     pins: tuple[str, ...]
     abandoned: bool
+    without: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 
 
@@ -143,5 +145,6 @@ def listed(history: catalog.History, id_: SnapshotId) -> Listed:
         snapshot.metrics or {},
         tuple(sorted(name for name, pinned in history.pins.items() if pinned == id_)),
         id_ in history.abandoned,
+        snapshot.without,
         history.entries[key].places if (key := history.keys[id_]) in history.entries else (),
     )

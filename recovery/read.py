@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ckpt.errors import CheckpointError, DamagedError
+from ckpt.errors import CheckpointError, DamagedError, LayoutMismatch
 from ckpt.format.manifest import Part, PartRef, Snapshot, digest128, read_part, unseal
 from ckpt.format.names import SNAPSHOTS, PartName, SnapshotId, SnapshotName
 from ckpt.format.values import decode
@@ -187,6 +187,17 @@ def read_parts(
         return rank, check_part(read_part_bytes(store, snapshot, rank), snapshot, rank)
 
     return dict(sorted(in_threads(wanted, one, threads=min(threads, max(len(wanted), 1)))))
+
+
+def weights_only(store: Store, opened: OpenSnapshot) -> LayoutMismatch:
+    """The error of whoever needs the optimizers that were taken out of a snapshot."""
+    names = opened.snapshot.without
+    return LayoutMismatch(
+        f"{opened.id.short} on {store.url} is weights only: {' and '.join(names)} was taken out of it by "
+        f"Keep(moments_last=…); restore a whole one ('ckpt list' tells which), or what is left of this one: "
+        f"ckpt.load_into(url, {{'model': model}}, {opened.id.step})",
+        missing=names,
+    )
 
 
 def verdict(store: Store, opened: OpenSnapshot, error: DamagedError) -> DamagedError | Pruned:

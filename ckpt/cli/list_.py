@@ -39,7 +39,8 @@ def command(
 
     gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
     full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
-    newest snapshot. Where two have the same step, call one by GENERATION/STEP.
+    newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). Where two have the same
+    step, call one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
@@ -54,6 +55,8 @@ def command(
         notes = [f"pin {name}" for name in snapshot.pins]
         if snapshot.abandoned:
             notes.append("abandoned")
+        if snapshot.without:
+            notes.append("weights only")
         rows.append(
             [
                 str(snapshot.step),
@@ -112,6 +115,7 @@ def _document(history: Look) -> dict[str, Any]:
                 "metrics": snapshot.metrics,
                 "pins": snapshot.pins,
                 "abandoned": snapshot.abandoned,
+                "without": snapshot.without,
             }
             for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots))
         ],

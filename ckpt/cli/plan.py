@@ -85,6 +85,8 @@ def command(
     print(f"recovery: {time}")
     if reload.nbytes:
         print(f"full reload: {bytes_text(reload.nbytes)} from the store, about {seconds_text(reload.seconds)}")
+    if snapshot.without:
+        print(f"weights only: a restore of {', '.join(snapshot.without)} takes another snapshot; name one with --step")
     for note in scene.notes:
         print(f"assumed: {note}")
 

@@ -52,6 +52,15 @@ def command(
     keep_daily: Annotated[
         int | None, typer.Option("--keep-daily", metavar="N", min=1, help="Keep the newest of each of the last N days.")
     ] = None,
+    moments_last: Annotated[
+        int | None,
+        typer.Option(
+            "--moments-last",
+            metavar="N",
+            min=1,
+            help="Of what stays, only the newest N keep their optimizers; older ones become weights only.",
+        ),
+    ] = None,
     remove: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,8 +88,8 @@ def command(
 
     What any --keep policy names stays, everything else goes; hours and days are told by the times that snapshots
     recorded (UTC), and hours and days without one are not counted. Pinned snapshots, the newest one, and what a job
-    that goes on may still lean on always stay, whatever is asked. Says first what goes, and how many bytes come free.
-    Killed half-way, running it again finishes it.
+    that goes on may still lean on always stay, whatever is asked, and keep their optimizers. Says first what goes, and
+    how many bytes come free. Killed half-way, running it again finishes it.
 
     Exit codes: 0 done; 1 a snapshot named by --remove stays; 2 nothing was selected, or the store failed.
     """
@@ -91,10 +100,11 @@ def command(
         within=None if keep_within is None else duration("--keep-within", keep_within),
         hourly=keep_hourly,
         daily=keep_daily,
+        moments_last=moments_last,
     )
-    if leftovers and (remove or not keep.everything):
-        raise ValueError("--leftovers removes no snapshot; leave out the --keep policies and --remove")
-    if keep.everything and not remove and not leftovers:
+    if leftovers and (remove or keep != Keep()):
+        raise ValueError("--leftovers removes no snapshot; leave out the --keep policies, --moments-last and --remove")
+    if keep == Keep() and not remove and not leftovers:
         raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
     leave = duration("--grace", grace)
     store = open_url(url, storage_option)
@@ -143,7 +153,7 @@ def _asked(store: Store, names: Sequence[str]) -> list[SnapshotId]:
 def _print_plan(plan: PrunePlan, dry_run: bool) -> None:
     rows = [(id_, "remove", "") for id_ in plan.snapshots]
     rows += [(id_, "remove", "leftovers of a step that was never committed") for id_ in plan.leftovers]
-    rows += [(id_, "keep", why) for id_, why in plan.protected.items()]
+    rows += [(id_, plan.verb(id_), why) for id_, why in plan.protected.items()]
     if rows:
         print_table(
             ["step", "gen", "what", "why"],
@@ -157,8 +167,10 @@ def _print_plan(plan: PrunePlan, dry_run: bool) -> None:
         print("nothing to remove")
         return
     verb = "would remove" if dry_run else "removing"
+    stripped = f", and the optimizers of {len(plan.weights_only)} more" if plan.weights_only else ""
     print(
-        f"{verb} {count(len(plan.snapshots), 'snapshot')}, {count(len(plan.keys), 'object')}, {bytes_text(plan.freed)}",
+        f"{verb} {count(len(plan.snapshots), 'snapshot')}{stripped}, {count(len(plan.keys), 'object')}, "
+        f"{bytes_text(plan.freed)}",
         flush=True,
     )
     if dry_run:
@@ -169,6 +181,8 @@ def _print_plan(plan: PrunePlan, dry_run: bool) -> None:
 def _print_done(plan: PrunePlan, done: Pruned) -> None:
     if plan.keys:
         print(f"removed {count(len(done.keys), 'object')}, {bytes_text(done.freed)}")
+    for text in done.stripped.skipped:
+        print(printable(f"{text}: it keeps its optimizers"))
     if done.spared:
         print(f"{count(len(done.spared), 'object')} spared: claimed, pinned or committed meanwhile, or too young")
 
@@ -178,9 +192,11 @@ def _document(plan: PrunePlan, done: Pruned, dry_run: bool) -> dict[str, object]
         "dry_run": dry_run,
         "snapshots": [str(id_) for id_ in plan.snapshots],
         "leftovers": [str(id_) for id_ in plan.leftovers],
+        "weights_only": [str(id_) for id_ in plan.weights_only],
         "protected": {str(id_): why for id_, why in plan.protected.items()},
         "keys": plan.keys,
         "freed": plan.freed,
+        "written": plan.written if dry_run else done.stripped.written,
         "removed": done.keys,
         "spared": done.spared,
         "unfinished": plan.unfinished,

@@ -109,6 +109,7 @@ def command(
                 "metrics": snapshot.metrics or {},
                 "pins": pins_of(history, id_),
                 "abandoned": id_ in history.abandoned,
+                "without": snapshot.without,
                 "leaves": [_document(path, line) for path, line in sorted(leaves.items())],
                 "aliases": aliases,
                 "values": {
@@ -125,6 +126,8 @@ def command(
         f"{bytes_text(snapshot.totals.size)} in {count(len(leaves), 'leaf', 'leaves')}: {bytes_text(to_read)} to read, "
         f"of which this save stored {bytes_text(snapshot.totals.stored)}"
     )
+    if snapshot.without:
+        print(printable(f"weights only: without {', '.join(snapshot.without)}; no training goes on from it"))
     if snapshot.metrics:
         print(printable(f"metrics: {metrics_text(snapshot.metrics)}"))
     if leaves:

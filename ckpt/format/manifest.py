@@ -57,6 +57,7 @@ __all__ = [
     "Durable",
     "Hex64",
     "Hex128",
+    "Holder",
     "Loan",
     "Natural",
     "OldBundle",
@@ -100,7 +101,8 @@ class Totals(Struct, frozen=True):
 
 class Snapshot(Struct, frozen=True, omit_defaults=True):
     """The commit. Computed from the parts alone, so whoever writes it writes the same bytes. From `metrics` on: what
-    rank 0's part says."""
+    rank 0's part says. `without`: the names of optimizers that it held once, and that were taken out since: then it is
+    *weights only*."""
 
     format: Natural
     run: RunText
@@ -115,6 +117,7 @@ class Snapshot(Struct, frozen=True, omit_defaults=True):
     time: float | None
     blocked: float | None = None
     durable: Durable | None = None
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checked wherever one is read, because a prune removes what a snapshot that goes has named: a document must
@@ -166,10 +169,23 @@ class Alive(Struct, frozen=True):
     interval: float
 
 
-class PinDoc(Struct, frozen=True):
+class Holder(Struct, frozen=True):
+    """The process behind a pin that is a claim: named for ever, as in `RunDoc`."""
+
+    host: str
+    pid: Natural
+    pid_started: str
+    boot: str
+    pid_space: str
+
+
+class PinDoc(Struct, frozen=True, omit_defaults=True):
+    """`holder`: who claims the snapshot for a while; None: a pin that a person made."""
+
     format: Natural
     name: str
     snapshot: SnapshotText
+    holder: Holder | None = None
 
 
 class PruneDoc(Struct, frozen=True):

@@ -7,13 +7,14 @@ itself. Data read from a store is checked here once: types and signs by msgspec,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import zstandard
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import fields
 
 from ckpt.format.chunks import Blob, Chunk, Loan, OldBundle
 from ckpt.format.documents import (
@@ -98,11 +99,12 @@ cannot tell this of itself, as its own documents are written before; the next on
 how long it `blocked` the training thread, in seconds. Both are None but on rank 0, and where nobody measured."""
 
 
-class Part(Struct, frozen=True):
+class Part(Struct, frozen=True, omit_defaults=True):
     """What one rank stored for one step. `values`: top-level state name → tagged JSON (values.py). `replicas`:
     ``"<leaf> <box>"`` → checksum. `stored`: bytes of blobs this save put on the store, by codec kind number. `metrics`
     and `time` (POSIX seconds) are null but on rank 0. `others`: the ranks whose
     parts hold something that this rank held too (replicas are stored once). `blocked` and `durable`: see `Durable`.
+    `without`: names of optimizers that were taken out since, on all ranks: the snapshot is weights only.
     """
 
     format: Natural
@@ -126,6 +128,7 @@ class Part(Struct, frozen=True):
     others: tuple[Natural, ...] = ()
     blocked: float | None = None
     durable: Durable | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def id(self) -> SnapshotId:
@@ -179,6 +182,10 @@ class PartHead(Struct, frozen=True):
 _NO_LOANS: Mapping[int, Loan] = MappingProxyType({})
 
 
+def _hold() -> None:
+    """No background thread, no need to give way."""
+
+
 def write_part(
     head: PartHead,
     layout: Layout,
@@ -202,8 +209,6 @@ def write_part(
         breathe()
     keys = sorted(named)
     packs = {key: i for i, key in enumerate(keys)}
-    encode = msgspec.json.Encoder(order="sorted").encode
-    out: list[bytes] = []
 
     def rows(chunks: Sequence[Chunk]) -> tuple[ChunkRow, ...]:
         made: list[ChunkRow] = []
@@ -233,46 +238,60 @@ def write_part(
         "world_size": head.world_size,
     }
     fixed |= {name: told for name in ("blocked", "durable") if (told := getattr(head, name)) is not None}
-    out.append(encode(fixed)[:-1] + b',"bundles":[')
-    breathe()
-    listed = 0
     starts: list[int] = []  # number of the bundle in the layout → of the first row for it
-    for i, bundle in enumerate(layout.bundles):
-        starts.append(listed)
-        own = OldBundle(bundle.length, tuple(table[bundle.piece : bundle.piece_stop]), ())
-        for old in loans[i].bundles if i in loans else (own,):
-            bundle_row = BundleRow(bundle.cls, bundle.dtype, old.length, rows(old.chunks), old.kept)
-            out.append((b",\n" if listed else b"\n") + encode(bundle_row))
-            listed += 1
+
+    def bundles() -> Iterator[BundleRow]:
+        listed = 0
+        for i, bundle in enumerate(layout.bundles):
+            starts.append(listed)
+            own = OldBundle(bundle.length, tuple(table[bundle.piece : bundle.piece_stop]), ())
+            for old in loans[i].bundles if i in loans else (own,):
+                yield BundleRow(bundle.cls, bundle.dtype, old.length, rows(old.chunks), old.kept)
+                listed += 1
+
+    def shards() -> Iterator[ShardRow]:
+        lent = {i: iter(loan.places) for i, loan in loans.items()}
+        for region in layout.regions:
+            leaf, box, place = region.shard.leaf, region.shard.box, None
+            if region.bundle is not None:
+                number, first = next(lent[region.bundle]) if region.bundle in lent else (0, region.first)
+                place = starts[region.bundle] + number, first
+            yield ShardRow(
+                leaf.path,
+                leaf.cls,
+                leaf.dtype,
+                leaf.shape,
+                (box.offsets, box.lengths),
+                region.shard.per_rank,
+                place,
+                rows(table[region.piece : region.piece_stop]),
+            )
+
+    return _encoded(fixed, bundles(), shards(), breathe)
+
+
+def encode_part(part: Part, breathe: Callable[[], None] = _hold) -> bytes:
+    """The stored bytes of a part that is at hand whole: one that was read, say, and got other chunks. `breathe`: as for
+    `write_part`."""
+    told = {f.name: getattr(part, f.name) for f in fields(Part) if getattr(part, f.name) != f.default}
+    bundles, shards = told.pop("bundles"), told.pop("shards")
+    return _encoded(told, bundles, shards, breathe)
+
+
+def _encoded(
+    fixed: Mapping[str, Any], bundles: Iterable[BundleRow], shards: Iterable[ShardRow], breathe: Callable[[], None]
+) -> bytes:
+    encode = msgspec.json.Encoder(order="sorted").encode
+    out = [encode(fixed)[:-1]]
+    breathe()
+    for name, rows in ((b"bundles", bundles), (b"shards", shards)):
+        out.append(b',"' + name + b'":[')
+        for i, row in enumerate(rows):
+            out.append((b",\n" if i else b"\n") + encode(row))
             breathe()
-    lent = {i: iter(loan.places) for i, loan in loans.items()}
-    out.append(b'],"shards":[')
-    for i, region in enumerate(layout.regions):
-        leaf, box, place = region.shard.leaf, region.shard.box, None
-        if region.bundle is not None:
-            number, first = next(lent[region.bundle]) if region.bundle in lent else (0, region.first)
-            place = starts[region.bundle] + number, first
-        shard = ShardRow(
-            leaf.path,
-            leaf.cls,
-            leaf.dtype,
-            leaf.shape,
-            (box.offsets, box.lengths),
-            region.shard.per_rank,
-            place,
-            rows(table[region.piece : region.piece_stop]),
-        )
-        out.append((b",\n" if i else b"\n") + encode(shard))
-        breathe()
-    out.append(b"]}")
+        out.append(b"]")
+    out.append(b"}")
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(out))
-
-
-def encode_part(part: Part) -> bytes:
-    """The stored bytes of a part that is at hand whole: one that was read, say, and got other chunks. Holds the GIL
-    for long; next to a training thread use `write_part`."""
-    text = msgspec.json.Encoder(order="sorted").encode(part)
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
 
 
 class _Outline(Part, frozen=True):
@@ -280,10 +299,6 @@ class _Outline(Part, frozen=True):
 
     bundles: tuple[Raw, ...]  # type: ignore[assignment]
     shards: tuple[Raw, ...]  # type: ignore[assignment]
-
-
-def _hold() -> None:
-    """No background thread, no need to give way."""
 
 
 def read_part(data: bytes, *, key: str, name: PartRef | None = None, breathe: Callable[[], None] = _hold) -> Part:
@@ -311,10 +326,10 @@ def read_part(data: bytes, *, key: str, name: PartRef | None = None, breathe: Ca
         raise damaged(key, "one zstd frame of JSON", str(error)) from error
     outline = decode(text, _Outline, key)
     breathe()
-    fields = {field: getattr(outline, field) for field in Part.__struct_fields__}
-    fields["bundles"] = _rows(outline.bundles, BundleRow, key, breathe)
-    fields["shards"] = _rows(outline.shards, ShardRow, key, breathe)
-    part = Part(**fields)
+    told = {field: getattr(outline, field) for field in Part.__struct_fields__}
+    told["bundles"] = _rows(outline.bundles, BundleRow, key, breathe)
+    told["shards"] = _rows(outline.shards, ShardRow, key, breathe)
+    part = Part(**told)
     for problem in _part_problems(part, breathe):
         raise damaged(key, "a consistent part", problem, step=part.step, rank=part.rank)
     return part

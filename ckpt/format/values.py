@@ -41,10 +41,11 @@ from ckpt.format.values_kinds import (
     UnsupportedValue,
     child,
     flat,
+    names_in,
 )
 from ckpt.format.values_reading import decode
 
-__all__ = ["MAX_DEPTH", "Ref", "TorchName", "UnsupportedValue", "child", "decode", "encode", "flat"]
+__all__ = ["MAX_DEPTH", "Ref", "TorchName", "UnsupportedValue", "child", "decode", "encode", "flat", "names_in"]
 
 
 def encode(value: object, path: str) -> bytes:

@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -65,6 +66,19 @@ FACTORIES: dict[str, Any] = {
 
 # longdouble is left out: its size and padding differ between machines.
 NUMPY_TYPES = frozenset(np.dtype(c).type for c in "?bhilqBHILQefdFD") | {np.datetime64, np.timedelta64}
+
+
+def names_in(tree: object) -> Iterator[Ref | TorchName]:
+    """Everything in a stored tree that stands for something of torch."""
+    match tree:
+        case Ref() | TorchName():
+            yield tree
+        case dict():
+            for v in tree.values():
+                yield from names_in(v)
+        case list() | tuple() | deque():
+            for v in tree:
+                yield from names_in(v)
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:

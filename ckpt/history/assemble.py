@@ -60,6 +60,7 @@ def build_snapshot(parts: Sequence[tuple[PartRef, Part]], breathe: Breathe = _ho
         time=first.time,
         blocked=first.blocked,
         durable=first.durable,
+        without=first.without,
     )
 
 
@@ -99,11 +100,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _check_heads(ordered: Sequence[tuple[PartRef, Part]]) -> None:
     _, first = ordered[0]
-    expected = (first.run, first.step, first.world_size, first.ownership, first.revision, first.chunk)
+    expected = (first.run, first.step, first.world_size, first.ownership, first.revision, first.chunk, first.without)
     for ref, part in ordered:
-        found = (part.run, part.step, part.world_size, part.ownership, part.revision, part.chunk)
+        found = (part.run, part.step, part.world_size, part.ownership, part.revision, part.chunk, part.without)
         if found != expected:
-            fields = ("run", "step", "world size", "ownership", "revision", "chunk size")
+            fields = ("run", "step", "world size", "ownership", "revision", "chunk size", "what was taken out")
             i = next(i for i in range(len(fields)) if found[i] != expected[i])
             raise _wrong(ref, part, f"{fields[i]} {expected[i]}, as rank {first.rank} says", str(found[i]))
         if ref.key != PartName(part.id, part.rank, part.revision).key:

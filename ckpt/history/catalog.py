@@ -88,13 +88,20 @@ class History:
         return frozenset() if self.newest is None else self.line(self.newest)
 
     @cached_property
+    def unknown(self) -> frozenset[RunId]:
+        """Runs of which something is there, and whose document cannot be read: what they resumed from is unknown."""
+        runs = (parse_run_key(problem.key) for problem in self.problems if problem.kind == "unreadable")
+        return frozenset(run for run in runs if run is not None)
+
+    @cached_property
     def abandoned(self) -> frozenset[SnapshotId]:
         """Every snapshot that does not lead to the newest one."""
         return frozenset(self.snapshots) - self.live
 
     def line(self, tip: SnapshotId) -> frozenset[SnapshotId]:
         """`tip` and the snapshots that lead to it. It goes through snapshots that have been removed: what a run
-        resumed from is in its document, not in the snapshot."""
+        resumed from is in its document, not in the snapshot. Where that cannot be read, any older snapshot may lead
+        to it, and all are taken to."""
         mine: dict[RunId, list[SnapshotId]] = {}
         for id_ in self.snapshots:
             mine.setdefault(id_.run, []).append(id_)
@@ -103,7 +110,10 @@ class History:
         while at is not None:
             found.update(id_ for id_ in mine.get(at.run, ()) if id_.step <= at.step)
             doc = self.runs.get(at.run)
-            before = None if doc is None else parse_snapshot(doc.resumed_from)
+            if doc is None:
+                found.update(id_ for id_ in self.snapshots if id_.run < at.run)
+                break
+            before = parse_snapshot(doc.resumed_from)
             # A run can only have resumed from an older one; a document that says otherwise must not make a circle.
             at = before if before is not None and before.run < at.run else None
         return frozenset(found)

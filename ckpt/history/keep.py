@@ -34,6 +34,9 @@ class Keep:
             that a job which pauses for a week keeps them.
         hourly: the newest of each of the last so many hours (UTC) in which something was saved.
         daily: the same by days.
+        moments_last: of what stays, so many of the newest keep their optimizers' state; older ones become weights only.
+            They load, export and compare as before; to train on, a restore takes one that is whole. What is pinned, and
+            what a job may lean on, keeps it in any case.
     """
 
     last: int | None = None
@@ -42,9 +45,10 @@ class Keep:
     within: Duration | None = None
     hourly: int | None = None
     daily: int | None = None
+    moments_last: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "hourly", "daily"):
+        for name in ("last", "every", "hourly", "daily", "moments_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Keep({name}={value}): expected at least 1; leave it out to keep by other means")
@@ -60,8 +64,8 @@ class Keep:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing was asked for, so that nothing goes."""
-        return all(getattr(self, field.name) is None for field in fields(self))
+        """Whether no snapshot was named to stay, so that none goes."""
+        return all(getattr(self, field.name) is None for field in fields(self) if field.name != "moments_last")
 
 
 def _is_best(best: object) -> bool:

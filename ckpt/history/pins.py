@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from ckpt.errors import DamagedError, NoSnapshot
-from ckpt.format.manifest import FORMAT, PinDoc, parse_snapshot, seal, unseal
+from ckpt.format.manifest import FORMAT, Holder, PinDoc, parse_snapshot, seal, unseal
 from ckpt.format.names import PINS, SnapshotId, pin_key
 from ckpt.history.catalog import History
 from ckpt.history.runs import claimed_by_prune
@@ -71,9 +71,9 @@ def check_name(name: str) -> None:
         raise ValueError(f"pin name {name!r}: it would be read as a step; add a letter")
 
 
-def claim(store: Store, name: str, id_: SnapshotId) -> None:
+def claim(store: Store, name: str, id_: SnapshotId, holder: Holder | None = None) -> None:
     """Write a pin, and look at nothing: the caller must look at prunes/ next."""
-    store.put(pin_key(name), seal(PinDoc(FORMAT, name, str(id_))))
+    store.put(pin_key(name), seal(PinDoc(FORMAT, name, str(id_), holder)))
 
 
 def still_there(store: Store, history: History, id_: SnapshotId) -> bool:

@@ -11,8 +11,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt.format.manifest import PruneDoc, parse_snapshot
-from ckpt.format.names import PACKS, PARTS, SNAPSHOTS, PackName, PartName, RunId, SegmentName, SnapshotId, SnapshotName
-from ckpt.history.catalog import History
+from ckpt.format.names import (
+    PACKS,
+    PARTS,
+    PINS,
+    SNAPSHOTS,
+    PackName,
+    PartName,
+    RunId,
+    SegmentName,
+    SnapshotId,
+    SnapshotName,
+    parse_run_key,
+    run_key,
+)
+from ckpt.history.catalog import History, Problem
 from ckpt.history.keep import Keep, reasons
 from storage_backends.base import Entry
 from storage_backends.tiered import DURABLE, FAST
@@ -81,15 +94,9 @@ def decide(
         only: the snapshots that may go at most (those announced), None: any. What stays for this reason needs its
             packs, even if it would go in a plan made now.
     """
-    unreadable = [
-        p
-        for p in history.problems
-        if p.kind == "unreadable" and not ((n := SnapshotName.parse(p.key)) and n.id in order.remove)
-    ]
-    if unreadable:
-        # What it protects, or which packs it names, is unknown: so is what may go.
-        why = f"{unreadable[0].key} cannot be read"
-        notes = [f"nothing is removed: {p.text}; repair it, or remove it by name" for p in unreadable]
+    if blocked := blocking(history, order.remove):
+        why = f"{blocked[0].key} cannot be read"
+        notes = [f"nothing is removed: {p.text}; {way_out(p)}" for p in blocked]
         return Decision(kept=dict.fromkeys(sorted(history.snapshots), why), notes=tuple(notes))
 
     objects = _by_step(history)
@@ -116,7 +123,7 @@ def decide(
 
     leftovers: list[SnapshotId] = []
     undated = 0
-    newest_run = max(history.runs, default=None)
+    newest_run = max({*history.runs, *history.unknown}, default=None)
     top: dict[RunId, int] = {}
     for id_ in history.snapshots:
         top[id_.run] = max(id_.step, top.get(id_.run, 0))
@@ -179,7 +186,7 @@ def _segments(history: History, gone: Collection[SnapshotId], clock: _Clock, new
 def _in_the_making(history: History, objects: _Objects) -> set[SnapshotId]:
     """Steps that the newest run may still commit. No snapshot, and no prune before, has a say in what they need, so
     whatever names one of their parts or packs does not release it."""
-    newest_run = max(history.runs, default=None)
+    newest_run = max({*history.runs, *history.unknown}, default=None)
     top: dict[RunId, int] = {}
     for id_ in history.snapshots:
         top[id_.run] = max(id_.step, top.get(id_.run, -1))
@@ -188,6 +195,29 @@ def _in_the_making(history: History, objects: _Objects) -> set[SnapshotId]:
         for id_ in {*objects.parts, *objects.packs} - history.snapshots.keys()
         if newest_run is not None and id_.run >= newest_run and id_.step > top.get(id_.run, -1)
     }
+
+
+def blocking(history: History, but: Collection[SnapshotId] = ()) -> list[Problem]:
+    """What cannot be read, so that what it protects, or which packs it names, is unknown: then nothing may go. `but`:
+    snapshots that are to be removed themselves. Runs are no such thing: what one protects is bounded by when it began.
+    """
+    return [
+        p
+        for p in history.problems
+        if p.kind == "unreadable"
+        and parse_run_key(p.key) is None
+        and not ((name := SnapshotName.parse(p.key)) and name.id in but)
+    ]
+
+
+def way_out(problem: Problem) -> str:
+    """What a person can do about a document that blocks."""
+    if problem.key.startswith(PINS):
+        name = problem.key.removeprefix(PINS).removesuffix(".json")
+        return f"put it back, or say that it protects nothing: ckpt unpin URL {name}"
+    name_ = SnapshotName.parse(problem.key)
+    what = "the snapshot" if name_ is None else name_.id.short
+    return f"put it back, or give it up: ckpt prune URL --remove {what}"
 
 
 def without_announced(history: History, unfinished: Iterable[PruneDoc]) -> History:
@@ -224,6 +254,11 @@ def _kept(
     if solid.newest is not None:
         hard.setdefault(solid.newest, "the newest snapshot")
     notes = [f"{id_.short} was asked for, and stays: {hard[id_]}" for id_ in sorted(order.remove) if id_ in hard]
+    notes += [
+        f"{run_key(run)} cannot be read: older snapshots count as its line, and stay while it may lean on them: until "
+        "it or a newer run has saved; if that job is dead and saved nothing, the object may be removed by hand"
+        for run in sorted(history.unknown)
+    ]
     if leaving := sorted(announced & history.snapshots.keys() - hard.keys()):
         notes.append(f"finishing an earlier prune: {', '.join(id_.short for id_ in leaving)}")
     if order.keep.everything:
@@ -290,11 +325,13 @@ def _leaned_on(
             oldest = parse_snapshot(history.snapshots[mine[-1]].reference) or mine[-1]
             first = min(oldest, mine[-1])
             found.update((id_, why) for id_ in snapshots if id_ >= first)
+        elif run in history.unknown:
+            found.update((id_, f"{why}; {run_key(run)} cannot be read") for id_ in snapshots if id_.run < run)
         elif (doc := history.runs.get(run)) is not None and (source := parse_snapshot(doc.resumed_from)) is not None:
             found[source] = why
 
-    newest_run = max(history.runs, default=None)
-    for run in {*history.runs, *of_run}:
+    newest_run = max({*history.runs, *history.unknown}, default=None)
+    for run in {*history.runs, *history.unknown, *of_run}:
         if newest_run is None or run >= newest_run:
             lean_on(run, None, f"run {run} may lean on it")
     # A run that is not the newest cannot begin a commit (the fence). But it may have passed the fence already, and then
@@ -311,12 +348,21 @@ def _leaned_on(
         source = parse_snapshot(doc.resumed_from)
         if source is not None and (newest_commit is None or run > newest_commit):
             found[source] = f"run {run} resumed from it"
+    for run in history.unknown:
+        if newest_commit is None or run > newest_commit:
+            why = f"run {run} may have resumed from it; {run_key(run)} cannot be read"
+            found.update((id_, why) for id_ in snapshots if id_.run < run)
     return found
 
 
 def announced_by(unfinished: Iterable[PruneDoc]) -> set[SnapshotId]:
-    """The snapshots whose documents earlier prunes have removed, or will."""
-    return {id_ for doc in unfinished for key in doc.keys if (id_ := _id(key)) is not None}
+    """The snapshots that earlier prunes have removed, or will; not those of which only an older revision goes."""
+    return set[SnapshotId]().union(*map(_leaving, unfinished))
+
+
+def _leaving(doc: PruneDoc) -> set[SnapshotId]:
+    named = set(doc.snapshots)
+    return {id_ for key in doc.keys if (id_ := _id(key)) is not None and str(id_) in named}
 
 
 def leaned_on(
@@ -355,14 +401,16 @@ def _superseded(
 def _released_by(doc: PruneDoc, history: History) -> set[str]:
     """Parts and packs that an unfinished prune meant to remove with snapshots (not as leftovers, whose age it had
     still to check), and whose snapshots it has removed."""
-    snapshots = {_id(key) for key in doc.keys} - {None}
-    leftovers = {id_ for text in doc.snapshots if (id_ := SnapshotId.parse(text)) and id_ not in snapshots}
+    leaving = _leaving(doc)
+    leftovers = {id_ for text in doc.snapshots if (id_ := SnapshotId.parse(text)) and id_ not in leaving}
+
+    def stays(name: PartName | PackName) -> bool:
+        if name.id in leftovers or isinstance(name, PackName) or name.id not in history.snapshots:
+            return name.id in leftovers
+        return name.revision >= history.snapshots[name.id].revision
+
     return {
-        key
-        for key in doc.keys
-        if (name := PartName.parse(key) or PackName.parse(key)) is not None
-        and name.id not in leftovers
-        and not (isinstance(name, PartName) and name.id in history.snapshots)
+        key for key in doc.keys if (name := PartName.parse(key) or PackName.parse(key)) is not None and not stays(name)
     }
 
 

@@ -1,7 +1,7 @@
 """Prune: plan, announce, look again, act (PROTOCOL.md §5). The plan touches nothing; `execute` only follows it.
 
 Snapshots go first, then parts, then packs, then segments of the journal, then the prune's own announcement. A crash
-  before the announcement  leaves the store as it was;
+  before the announcement  leaves the store as it was, but for snapshots that are weights only by then (stripping.py);
   after it                 leaves an announcement: claims give way to it, and the next prune finishes what it names;
   among the removals       never leaves a snapshot that lacks something: its document went first.
 """
@@ -17,17 +17,24 @@ from dataclasses import dataclass, field
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, PruneDoc, seal, unseal
 from ckpt.format.names import PACKS, PARTS, PRUNES, SnapshotId, SnapshotName, parts_prefix, prune_key
+from ckpt.history.assemble import Breathe
 from ckpt.history.catalog import History, read_history
 from ckpt.history.clock import Clock, SystemClock
 from ckpt.history.copies import checked
 from ckpt.history.keep import Keep
-from ckpt.history.plan import Decision, Order, decide, without_announced
+from ckpt.history.plan import Decision, Order, blocking, decide, leaned_on, without_announced
 from ckpt.history.reading import THREADS, read_many
+from ckpt.history.revising import CLAIM
+from ckpt.history.stripping import Stripped, Stripping, plan_stripping, strip, with_older_moments
 from storage_backends.base import Entry, StorageError, Store
 
 __all__ = ["Keep", "PrunePlan", "Pruned", "execute", "plan_prune"]
 
 log = logging.getLogger(__name__)
+
+
+def _hold() -> None:
+    """No background thread, no need to give way."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class PrunePlan:
         leftovers: steps that were never committed, of which something goes.
         documents, parts, packs, segments: the objects that go, in order of removal.
         freed: bytes of all these objects.
+        weights_only: snapshots that stay, and lose their optimizers' state before anything goes; `written`: bytes of
+            documents that this takes; `bare`: those that were looked into for it in vain.
         protected: every snapshot that stays, and why.
         unfinished: announcements of earlier prunes, which this one finishes.
         notes: what a person should know, one line each.
@@ -58,6 +67,9 @@ class PrunePlan:
     unfinished: tuple[str, ...]
     notes: tuple[str, ...]
     history: History = field(repr=False)
+    weights_only: tuple[SnapshotId, ...] = ()
+    written: int = 0
+    bare: frozenset[SnapshotId] = frozenset()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -67,21 +79,26 @@ class PrunePlan:
     def __str__(self) -> str:
         lines = [f"remove {id_.short}" for id_ in self.snapshots]
         lines += [f"remove leftovers of {id_.short}, never committed" for id_ in self.leftovers]
-        lines += [f"keep {id_.short}: {why}" for id_, why in self.protected.items()]
+        lines += [f"{self.verb(id_)} {id_.short}: {why}" for id_, why in self.protected.items()]
         lines += self.notes
         lines.append(f"{len(self.keys)} objects, {self.freed} bytes")
         return "\n".join(lines)
+
+    def verb(self, id_: SnapshotId) -> str:
+        """What becomes of a snapshot that stays, in words."""
+        return "keep weights of" if id_ in self.weights_only else "keep"
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """What a prune removed. `keys`: in order of removal. `spared`: planned, but claimed, pinned or committed between
-    the plan and the second look."""
+    the plan and the second look. `stripped`: what became weights only."""
 
     snapshots: tuple[SnapshotId, ...] = ()
     keys: tuple[str, ...] = ()
     freed: int = 0
     spared: tuple[str, ...] = ()
+    stripped: Stripped = field(default_factory=Stripped)
 
 
 def plan_prune(
@@ -92,6 +109,8 @@ def plan_prune(
     remove: Collection[SnapshotId] = (),
     clock: Clock | None = None,
     threads: int = THREADS,
+    bare: Collection[SnapshotId] = (),
+    breathe: Breathe = _hold,
 ) -> PrunePlan:
     """Look at the store and say what would go; touches nothing.
 
@@ -103,6 +122,8 @@ def plan_prune(
         remove: snapshots to remove whatever `keep` says. What a job may still lean on stays all the same.
         clock: an estimate of the store's own clock, for the age of leftovers; `execute` checks it against that.
         threads: documents read at once.
+        bare: snapshots of which an earlier plan found that they have no optimizer state: `PrunePlan.bare`.
+        breathe: called between rows of parts, to give way to a training thread.
 
     Raises:
         StorageError: something could not be listed or read. Never taken for "empty".
@@ -115,6 +136,12 @@ def plan_prune(
     # young by the store's own.
     now = (clock or SystemClock()).wall() if _dated(history.entries) else None
     decision = decide(history, order, announced.values(), now)
+    stripping = Stripping((), 0, frozenset(bare), history)
+    if keep.moments_last is not None and not blocking(history, order.remove):
+        leaned = leaned_on(history, announced.values(), grace, now)
+        older = with_older_moments(history, decision.kept, leaned, keep.moments_last)
+        stripping = plan_stripping(store, history, older, bare=bare, breathe=breathe)
+        decision = decide(stripping.after, order, announced.values(), now)
     absent = sorted(id_ for id_ in order.remove if id_ not in decision.kept and id_ not in decision.snapshots)
     return PrunePlan(
         order=order,
@@ -127,8 +154,16 @@ def plan_prune(
         freed=_size(decision.keys, history.entries),
         protected={id_: why for id_, why in decision.kept.items() if id_ in history.snapshots},
         unfinished=tuple(announced),
-        notes=(*decision.notes, *problems, *(f"{id_.short} ({id_}) is not there" for id_ in absent)),
+        notes=(
+            *decision.notes,
+            *stripping.notes,
+            *problems,
+            *(f"{id_.short} ({id_}) is not there" for id_ in absent),
+        ),
         history=history,
+        weights_only=stripping.ids,
+        written=stripping.written,
+        bare=stripping.bare,
     )
 
 
@@ -140,6 +175,7 @@ def execute(
     listing_lag: float = 0.0,
     threads: int = THREADS,
     nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+    breathe: Breathe = _hold,
 ) -> Pruned:
     """Remove what `plan` names, but for what became protected since.
 
@@ -150,13 +186,15 @@ def execute(
         listing_lag: seconds by which the store's listings may lag behind its writes.
         threads: documents read at once.
         nonce: names the announcement.
+        breathe: as for `plan_prune`.
 
     Raises:
         StorageError: the store failed. Before the first removal nothing is removed; later, what is left is announced,
             and the next prune finishes it.
     """
-    if not plan.keys and not plan.unfinished:
+    if not plan.keys and not plan.unfinished and not _claims(plan.history):
         return Pruned()
+    stripped = _strip(plan, store, clock, listing_lag, breathe)
     own = prune_key(nonce())
     going = (*plan.snapshots, *plan.leftovers)  # leftovers too: one may be committed late, and claimed at once
     store.put(own, seal(PruneDoc(FORMAT, tuple(map(str, going)), plan.keys)))
@@ -194,7 +232,29 @@ def execute(
         keys=removed,
         freed=_size(removed, history.entries),
         spared=tuple(key for key in plan.keys if key not in allowed and key in history.entries),
+        stripped=stripped,
     )
+
+
+def _strip(plan: PrunePlan, store: Store, clock: Clock, listing_lag: float, breathe: Breathe) -> Stripped:
+    """Before anything goes: the new revisions, so that what they replace can go with the rest. And the claims of dead
+    processes are taken away, so that what they hold goes with the next prune."""
+    if not plan.weights_only and not _claims(plan.history):
+        return Stripped()
+    grace = plan.order.grace
+
+    def leaned(history: History) -> Mapping[SnapshotId, str]:
+        return leaned_on(history, (), grace, clock.wall() if _dated(history.entries) else None)
+
+    return strip(
+        store, plan.history, plan.weights_only, leaned=leaned, grace=grace, clock=clock, listing_lag=listing_lag,
+        breathe=breathe,
+    )  # fmt: skip
+
+
+def _claims(history: History) -> bool:
+    """Whether something claims snapshots to rewrite them; it may be dead."""
+    return any(name.startswith(CLAIM) for name in history.pins)
 
 
 def _announcements(store: Store, threads: int, but: str | None = None) -> tuple[dict[str, PruneDoc], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ckpt.errors import DamagedError, StoreInUse
-from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, Alive, PruneDoc, RunDoc, StoreDoc, seal, unseal
+from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, Alive, Holder, PruneDoc, RunDoc, StoreDoc, seal, unseal
 from ckpt.format.names import (
     PACKS,
     PARTS,
@@ -270,7 +270,7 @@ class Heartbeat:
 def _take_over(store: Store, clock: Clock, run: RunId, who: Identity, interval: float) -> bool:
     """Return once `run` may be taken over; whether that took a wait. Raises StoreInUse if it lives."""
     doc = _run_doc(store, run)
-    if doc is not None and (_same_process(doc, who) or _same_job(doc, who) or _dead(doc, who)):
+    if doc is not None and (_same_process(doc, who) or _same_job(doc, who) or dead(doc, who)):
         return False
     first = _alive(store, run)
     if first is not None and first.ended:
@@ -297,9 +297,9 @@ def _same_job(doc: RunDoc, who: Identity) -> bool:
     return who.job not in (None, "none") and doc.job == who.job
 
 
-def _dead(doc: RunDoc, who: Identity) -> bool:
-    """A process of this host that is no more. Another boot or pid namespace proves nothing: two machines may share a
-    name, and a container cannot see its neighbour's processes; those must fall silent."""
+def dead(doc: RunDoc | Holder, who: Identity) -> bool:
+    """Whether it is a process of this host that is no more. Another boot or pid namespace proves nothing: two machines
+    may share a name, and a container cannot see its neighbour's processes; those must fall silent."""
     mine = (doc.host, doc.boot, doc.pid_space) == (who.host, who.boot, who.pid_space)
     return bool(who.boot) and mine and process_started(doc.pid) != doc.pid_started
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Collection
 
 from ckpt.errors import CheckpointError
+from ckpt.format.names import SnapshotId
 from ckpt.history.clock import Clock
 from ckpt.history.retention import Keep, execute, plan_prune
 from storage_backends.base import StorageError, Store
@@ -14,14 +16,25 @@ log = logging.getLogger("ckpt")
 
 
 class Sweeper:
-    """Prunes by one `Keep` whenever it is nudged; nudges that come while it works become one."""
+    """Prunes by one `Keep` whenever it is nudged; nudges that come while it works become one. `breath`: makes what its
+    thread calls to give way to training."""
 
-    def __init__(self, store: Store, clock: Clock, keep: Keep, *, grace: float, listing_lag: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        keep: Keep,
+        *,
+        grace: float,
+        listing_lag: float,
+        breath: Callable[[], Callable[[], None]],
+    ) -> None:
         self._store = store
         self._clock = clock
         self._keep = keep
         self._grace = grace
         self._listing_lag = listing_lag
+        self._breath = breath
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -44,14 +57,17 @@ class Sweeper:
         return True
 
     def _work(self) -> None:
+        breathe = self._breath()  # one per thread
+        bare: Collection[SnapshotId] = ()
         while True:
             self._wake.wait()
             self._wake.clear()
             # Seen before the prune, not after: a nudge followed by stop() is still swept.
             last = self._stopped.is_set()
             try:
-                plan = plan_prune(self._store, self._keep, grace=self._grace)
-                execute(plan, self._store, listing_lag=self._listing_lag, clock=self._clock)
+                plan = plan_prune(self._store, self._keep, grace=self._grace, bare=bare, breathe=breathe)
+                bare = plan.bare
+                execute(plan, self._store, listing_lag=self._listing_lag, clock=self._clock, breathe=breathe)
             except (StorageError, CheckpointError) as error:
                 log.warning("retention did not finish, the next one goes on: %s", error)
             except Exception:

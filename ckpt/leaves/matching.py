@@ -10,11 +10,11 @@ import torch
 
 from ckpt.errors import LayoutMismatch
 from ckpt.format.shards import Box, Leaf, Shard, whole
-from ckpt.format.values import TorchName
+from ckpt.format.values import TorchName, names_in
 from ckpt.leaves.stored import Stored
 from ckpt.leaves.targets import Fresh, InPlace, Target, Twins, like, plain
 from ckpt.leaves.tensors import Boxes, Found, LiveShard, as_dtensor, live_shard
-from ckpt.leaves.tree import counterpart, names_in, torch_constant
+from ckpt.leaves.tree import counterpart, torch_constant
 
 _CPU = torch.device("cpu")
 

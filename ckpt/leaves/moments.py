@@ -15,6 +15,7 @@ import torch
 
 from ckpt.format.shards import Leaf
 from ckpt.format.values import Ref, encode
+from ckpt.format.weights_only import is_optimizer
 from ckpt.leaves.matching import Matching, few
 from ckpt.leaves.optimizer import OptimizerLeaves, half_present
 from ckpt.leaves.stored import Stored
@@ -36,18 +37,10 @@ def plan_optimizer(matching: Matching, source: OptimizerLeaves) -> Iterator[Call
     if tree is NOTHING:
         matching.missing.append(name)
         return
-    if not _is_optimizer(tree):
+    if not is_optimizer(tree):
         matching.changed[name] = "stored something else, live an optimizer"
         return
     yield from _Plan(matching, source, tree).steps()
-
-
-def _is_optimizer(tree: Any) -> bool:
-    match tree:
-        case {"param_groups": list(groups), "state": dict(), "shared": dict()}:
-            return all(isinstance(g, dict) and isinstance(g.get("params"), tuple) for g in groups)
-        case _:
-            return False
 
 
 def _slots(stored: Stored, name: str) -> Slots:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ckpt.format.shards import Shard
-from ckpt.format.values import Ref
+from ckpt.format.values import Ref, names_in
 from ckpt.leaves.flatten import Flattener, StatefulLeaves, TensorLeaf, TreeLeaves
 from ckpt.leaves.matching import Matching, Write, few
 from ckpt.leaves.module import ModuleLeaves
 from ckpt.leaves.moments import plan_optimizer
 from ckpt.leaves.optimizer import OptimizerLeaves
 from ckpt.leaves.stored import Stored
-from ckpt.leaves.tree import NOTHING, names_in, regrow
+from ckpt.leaves.tree import NOTHING, regrow
 
 
 class Restoration:

@@ -7,7 +7,7 @@ with what was restored in their place, inside the user's own containers where th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,21 +126,6 @@ def torch_constant(name: TorchName) -> Any:
             if not isinstance(constant, getattr(torch, kind)):
                 raise ValueError(f"torch {torch.__version__} has no {kind} {name.text!r}")
             return constant
-
-
-def names_in(tree: object) -> Iterator[Ref | TorchName]:
-    """Everything in a stored tree that stands for something of torch."""
-    match tree:
-        case Ref() | TorchName():
-            yield tree
-        case dict():
-            for v in tree.values():
-                yield from names_in(v)
-        case list() | tuple() | deque():
-            for v in tree:
-                yield from names_in(v)
-        case _:
-            pass
 
 
 def regrow(tree: Any, live: Any, leaf: Callable[[str], Any], *, in_place: bool) -> Any:

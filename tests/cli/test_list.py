@@ -87,6 +87,7 @@ def test_json_has_everything(ckpt: Ckpt, tmp_path: Path) -> None:
         "metrics": {"loss": 1.5},
         "pins": ["best"],
         "abandoned": False,
+        "without": [],
     }
     assert [s["abandoned"] for s in document["snapshots"]] == [False, True, True, False, False]
 

@@ -35,12 +35,15 @@ def train_and_store(
     ranks: int = 1,
     own: Callable[[int], Mapping[str, object]] = lambda rank: {"$random": [rank]},
     split: Split = by_rows,
+    blobs_per_pack: int = 64,
 ) -> tuple[dict[int, dict[str, bytes]], list[SnapshotId]]:
     """Train and store at these steps (ascending). Every rank has the same state, which all of them store together, and
     its own further values. Returns step → the bytes then, and the snapshots."""
     training = Training()
     training.train(0)
-    writer = DirectWriter(store, ranks=ranks, chunk=4096, split=split, classes=classes(training.state))
+    writer = DirectWriter(
+        store, ranks=ranks, chunk=4096, split=split, classes=classes(training.state), blobs_per_pack=blobs_per_pack
+    )
     writer.begin()
     then, ids, at = {}, [], 1
     for step in steps:

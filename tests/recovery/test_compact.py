@@ -13,7 +13,7 @@ from ckpt.format.names import RunId, SnapshotId, SnapshotName, pin_key, prune_ke
 from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
 from ckpt.history.keep import Keep
-from ckpt.history.pins import pin
+from ckpt.history.pins import pin, unpin
 from ckpt.history.retention import execute, plan_prune
 from recovery.compact import Compacted, compact
 from recovery.compaction import CompactPlan, plan_compact
@@ -386,3 +386,31 @@ def test_a_fault_at_any_call_loses_nothing_and_the_next_compaction_finishes(kind
         assert not plan_compact(store, threads=1).rewrite
         assert not [name for name in read_history(store).pins if name.startswith("compacting-")]
     assert n > 20, "the fault never fired"
+
+
+def test_a_prune_killed_while_it_removes_what_was_compacted_takes_no_snapshot_with_it() -> None:
+    """Its announcement names documents of snapshots that stay, and whoever finishes it must not take these to go."""
+    made, ids, expected = thinned()
+    run(made)
+    fired = 0
+    for n in count(1):
+        inner = MemoryStore()
+        for entry in made.list(""):
+            inner.put(entry.key, made.get(entry.key))
+        store = FaultyStore(inner, crash_at=n)
+        try:
+            prune(store, Keep())
+        except Crash:
+            fired += 1
+        for name in list(read_history(inner).pins):
+            unpin(inner, name)
+        check(inner, ids, expected)
+        prune(inner, Keep())
+        check(inner, ids, expected)
+        kept = read_history(inner, packs=True)
+        needed = {ref.key for s in kept.documents.values() for ref in s.parts}
+        needed |= {key for s in kept.documents.values() for key, _ in s.packs}
+        assert {key for key in kept.entries if key.startswith(("parts/", "packs/"))} == needed
+        if not store.fired:
+            break
+    assert fired > 10

@@ -20,6 +20,7 @@ from ckpt.format.manifest import (
     FORMAT,
     Alive,
     BundleRow,
+    Holder,
     Part,
     PinDoc,
     PruneDoc,
@@ -157,7 +158,7 @@ DOCUMENTS: dict[str, tuple[type[Struct], ...]] = {
     "run": (RunDoc,),
     "heartbeat": (Alive,),
     "snapshot": (Snapshot, Totals),
-    "pin": (PinDoc,),
+    "pin": (PinDoc, Holder),
     "prune": (PruneDoc,),
 }
 

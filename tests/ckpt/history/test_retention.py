@@ -230,8 +230,6 @@ def test_nothing_goes_while_a_document_that_stays_cannot_be_read(world: World) -
     damaged: list[Callable[[], None]] = [
         lambda: world.store.put(SnapshotName(SnapshotId(RUN, 20)).key, b""),
         lambda: world.store.put("pins/best.json", b"{}"),
-        lambda: world.store.put(run_key(THIRD), b"cut"),
-        lambda: world.store.delete([run_key(RUN)]),
     ]
     before = {e.key: world.store.get(e.key) for e in world.store.list("")}
     for damage in damaged:
@@ -239,10 +237,45 @@ def test_nothing_goes_while_a_document_that_stays_cannot_be_read(world: World) -
         plan = world.plan(Keep(last=1))
         assert plan.keys == ()
         assert "nothing is removed" in plan.notes[0]
+        assert "ckpt unpin URL best" in plan.notes[0] or "--remove 1/20" in plan.notes[0]
         world.store.delete([e.key for e in world.store.list("")])
         for key, data in before.items():
             world.store.put(key, data)
     assert world.plan(Keep(last=1)).keys
+
+
+def test_a_run_whose_document_cannot_be_read_holds_what_it_may_lean_on_until_a_newer_one_has_saved(
+    world: World,
+) -> None:
+    """A rotten object must not stop retention for ever, nor may what the job behind it reads go."""
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20, 30])
+    world.store.put(run_key(NEXT), b"cut")
+    plan = world.plan(Keep(last=1))
+    assert plan.keys == ()
+    assert "until it or a newer run has saved" in plan.notes[0]
+    assert all("may lean on it" in why or "resumed from it" in why for why in plan.protected.values())
+    # What it leaves behind unfinished holds older snapshots, too, until it is older than grace.
+    put_run(world.store, THIRD)
+    put_step(world.store, SnapshotId(NEXT, 40), commit=False)
+    put_keyframes(world.store, THIRD, [50])
+    assert world.plan(Keep(last=1)).snapshots == ()
+    world.later(GRACE + 1)
+    put_keyframes(world.store, THIRD, [60])
+    assert world.prune(Keep(last=1)).snapshots == tuple(sorted((*at(10, 20, 30), SnapshotId(THIRD, 50))))
+
+
+def test_older_snapshots_count_as_the_line_of_a_run_whose_document_is_gone(world: World) -> None:
+    put_run(world.store, RUN)
+    put_keyframes(world.store, RUN, [10, 20, 30])
+    put_run(world.store, NEXT, SnapshotId(RUN, 10))
+    put_keyframes(world.store, NEXT, [20, 30])
+    assert {id_.short for id_ in read_history(world.store).abandoned} == {"1/20", "1/30"}
+    world.store.delete([run_key(NEXT)])
+    assert read_history(world.store).abandoned == frozenset()
+    plan = world.plan(Keep(last=3))
+    assert plan.snapshots == tuple(at(10, 20))
+    assert any(run_key(NEXT) in note for note in plan.notes)
 
 
 def test_a_damaged_snapshot_goes_when_asked_for_by_name(world: World) -> None:
