@@ -89,6 +89,7 @@ class Writer:
         self._busy = False
         self._delivering = False
         self._handed_in = False
+        self._usual = 0.0
         self._stopped = False
         self._give_up = False
         self._abandoned: int | None = None
@@ -291,7 +292,7 @@ class Writer:
             self._changed.notify_all()
         tally.spend("upload", time.perf_counter() - mark)
         tally.stage = "commit"
-        mark = time.perf_counter()
+        mark, handed_in = time.perf_counter(), self._clock.monotonic()
         snapshot = commit.publish(
             self._store,
             self._clock,
@@ -302,7 +303,10 @@ class Writer:
             wait=self._settings.commit_wait,
             stopped=lambda: self._give_up or self._abandoned == job.id.step,
             breathe=breathe,
+            usual=self._usual,
         )
+        if job.id.step % job.world_size != job.rank:  # whose turn it was did not wait for a commit, but for parts
+            self._usual = self._clock.monotonic() - handed_in
         tally.spend("commit", time.perf_counter() - mark)
         self._durable = None if job.asked is None else (job.id, time.perf_counter() - job.asked)
         self._unseen = None

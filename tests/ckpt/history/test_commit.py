@@ -56,6 +56,7 @@ def published(
     ranks: int = 1,
     wait: float = 60.0,
     stopped: Callable[[], bool] = never,
+    usual: float = 0.0,
 ) -> Snapshot:
     return publish(
         store,
@@ -67,6 +68,7 @@ def published(
         wait=wait,
         stopped=stopped,
         breathe=breathe,
+        usual=usual,
         threads=1,
     )
 
@@ -121,6 +123,58 @@ def test_the_others_list_parts_later_the_further_they_are() -> None:
         published(store, owns[rank], clock, rank=rank, ranks=ranks)
         distance = (rank - ID.step) % ranks
         assert sum(clock.slept) == pytest.approx(distance * STAGGER), "the first rank never came, so this one did it"
+
+
+@pytest.mark.parametrize("takes", [0.5, 0.79, 1.0, 1.29])
+def test_where_a_commit_takes_about_as_long_as_usual_two_looks_are_enough(takes: float) -> None:
+    """And two more requests are a rank's packs and its part: packs + 3 in all."""
+    ranks = 4
+    inner, clock = MemoryStore(), FakeClock()
+    owns = together(inner, ranks)
+    first = ID.step % ranks
+    began = clock.monotonic()
+
+    def commits(now: float) -> None:
+        if clock.monotonic() >= began + takes:
+            published(inner, owns[first], FakeClock(), rank=first, ranks=ranks)
+
+    clock.on_sleep = commits
+    for rank in {0, 1, 2, 3} - {first}:
+        store = FaultyStore(inner)
+        published(store, owns[rank], clock, rank=rank, ranks=ranks, usual=1.0)
+        assert len(store.calls) <= 2, store.calls
+        inner.delete([KEY])
+        began = clock.monotonic()
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3, 0.9])
+def test_the_rank_whose_turn_it_is_makes_no_more_requests_than_ranks_and_seven(late: float) -> None:
+    """Its own packs and part apart: world size + packs + 8 in all."""
+    ranks = 4
+    inner, clock = MemoryStore(), FakeClock()
+    put_run(inner, RUN)
+    datas = parts_of(inner, ranks)
+    first = ID.step % ranks
+    owns = {rank: put_part(inner, ID, rank, datas[rank]) for rank in range(ranks) if not late or rank != 3}
+    began = clock.monotonic()
+
+    def slow(now: float) -> None:
+        if clock.monotonic() >= began + late:
+            put_part(inner, ID, 3, datas[3])
+
+    clock.on_sleep = slow
+    store = FaultyStore(inner)
+    published(store, owns[first], clock, rank=first, ranks=ranks, usual=1.0)
+    assert len(store.calls) <= ranks + 7, store.calls
+    assert len(store.calls) > ranks + 4
+
+
+def test_a_rank_told_to_stop_does_not_first_wait_as_long_as_usual() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    own = put_part(store, ID, 1, parts_of(store, 2)[1])
+    with pytest.raises(SaveFailed, match="gave up"):
+        published(store, own, clock, rank=1, ranks=2, usual=1.0, stopped=lambda: True)
+    assert clock.slept == []
 
 
 def test_the_last_rank_in_turns_the_key() -> None:
