@@ -13,7 +13,9 @@ def bytes_text(n: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """0.0123 → "12 ms"; 7300 → "2 h 2 min"."""
+    """0.00123 → "1.2 ms"; 0.0123 → "12 ms"; 7300 → "2 h 2 min"."""
+    if seconds < 0.01:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 120:

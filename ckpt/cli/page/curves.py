@@ -9,11 +9,12 @@ from statistics import median
 
 from ckpt.cli.page.frame import both, legend, numbers, section, x_labels, x_steps, y_axis
 from ckpt.cli.page.markup import Markup, join, tag
-from ckpt.cli.page.scales import HALF, WIDE, Scale, Write, bins, number_text, seconds_text, typical_top
+from ckpt.cli.page.scales import HALF, WIDE, Scale, Write, bins, number_text, typical_top
 from ckpt.cli.screen import count, cut
 from ckpt.format.names import SnapshotId
 from recovery.chronicle import Chronicle, Save
 from recovery.layers import Layers
+from recovery.quantities import seconds_text
 
 METRICS = 6
 """Metrics that are drawn."""

@@ -62,16 +62,6 @@ def bytes_tick(value: float) -> str:
     return "0" if value <= 0 else bytes_text(value).replace(".0 ", " ")
 
 
-def seconds_text(value: float) -> str:
-    """0.0123 → "12 ms"; three digits at most."""
-    if value <= 0:
-        return "0 s"
-    for limit, size, unit in ((0.9995e-3, 1e-6, "µs"), (0.9995, 1e-3, "ms"), (119.5, 1.0, "s"), (7170.0, 60.0, "min")):
-        if value < limit:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 3600:.3g} h"
-
-
 def number_text(value: float) -> str:
     """Four digits; a metric may be anything."""
     if not math.isfinite(value):

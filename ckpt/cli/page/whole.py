@@ -10,12 +10,13 @@ from ckpt.cli.page.curves import depths, metrics, times
 from ckpt.cli.page.frame import numbers, section
 from ckpt.cli.page.heat import heat_map
 from ckpt.cli.page.markup import Markup, join, tag
-from ckpt.cli.page.scales import seconds_text, when_text
+from ckpt.cli.page.scales import when_text
 from ckpt.cli.page.style import DEFS, style
 from ckpt.cli.page.timeline import timeline
 from ckpt.cli.screen import bytes_text, count, cut
 from recovery.chronicle import Chronicle, Recovery
 from recovery.layers import Layers
+from recovery.quantities import seconds_text
 
 MARK = "<!doctype html>\n<!-- ckpt report -->\n"
 """How every report begins, so that the next one may replace it, and nothing else."""
