@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.cadence import Adaptive
     from ckpt.checkpointer import Checkpointer
     from ckpt.errors import (
         CheckpointError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from storage_backends.opening import fanout, tiered
 
 _HOMES = {
+    "Adaptive": "ckpt.cadence",
     "Checkpointer": "ckpt.checkpointer",
     "CheckpointError": "ckpt.errors",
     "DamagedError": "ckpt.errors",
@@ -72,6 +74,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Adaptive",
     "CheckpointError",
     "Checkpointer",
     "DamagedError",

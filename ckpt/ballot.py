@@ -43,6 +43,8 @@ class Ballot:
         busy: an earlier save is still in flight.
         renew: this step needs a run of its own (it is not above the last one, or no run is open).
         again: this very step is committed or in flight.
+        due: by rank 0's clock it is time for a save; the next `step()` makes it.
+        blocked, durable: microseconds and milliseconds that this rank's saves take, where the cadence asks.
     """
 
     call: Call
@@ -55,6 +57,9 @@ class Ballot:
     busy: bool = False
     renew: bool = False
     again: bool = False
+    due: bool = False
+    blocked: int = 0
+    durable: int = 0
 
     def cast(self, rank: int) -> list[int]:
         """As int64 values whose maximum over the ranks is the `Tally`."""
@@ -73,6 +78,9 @@ class Ballot:
             int(self.busy),
             int(self.renew),
             -int(self.again),
+            int(self.due),
+            self.blocked,
+            self.durable,
         ]
 
 
@@ -91,12 +99,15 @@ class Tally:
     busy: bool
     renew: bool
     again: bool
+    due: bool
+    blocked: int
+    durable: int
 
     @classmethod
     def count(cls, votes: Sequence[int]) -> Tally:
         """From the all-reduced vector."""
         call, call_low, high, low, layout, buffers, buffers_low, failed, failed_rank, refused, *flags = votes
-        stop, busy, renew, again = flags
+        stop, busy, renew, again, due, blocked, durable = flags
         return cls(
             calls=(Call(-call_low), Call(call)),
             steps=(-low, high),
@@ -108,6 +119,9 @@ class Tally:
             busy=bool(busy),
             renew=bool(renew),
             again=again == -1,
+            due=bool(due),
+            blocked=blocked,
+            durable=durable,
         )
 
     def check(self, step: int) -> None:

@@ -12,15 +12,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from ckpt import exits
 from ckpt.ballot import Call
+from ckpt.cadence import Adaptive, Pace
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.clock import SystemClock, countdown
 from ckpt.history.copier import Copier, chores
+from ckpt.history.failures import observed
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
@@ -62,7 +65,8 @@ class Checkpointer:
     Args:
         url: where: a path, any fsspec URL, or a `Store` from `ckpt.open_store`.
         state: name → module, optimizer, scheduler, anything with ``state_dict``, tensor, numpy array, plain value.
-        every: `step()` saves when ``step % every == 0``; None: only `save()` saves.
+        every: `step()` saves when ``step % every == 0``; an `Adaptive`: as often as loses least time; None: only
+            `save()` saves.
         keep: which snapshots stay after a newer commit; None keeps all.
         capture: "copy": `save()` returns when the state has been copied out. "overlap": what tracked optimizers own is
             copied while forward and backward go on, and their next step waits for it; parameters and moments must not
@@ -85,7 +89,7 @@ class Checkpointer:
         url: str | os.PathLike[str] | Store,
         state: Mapping[str, object],
         *,
-        every: int | None = None,
+        every: int | Adaptive | None = None,
         keep: Keep | None = None,
         capture: Literal["copy", "overlap"] = "copy",
         when_busy: Literal["wait", "skip"] = "wait",
@@ -96,8 +100,9 @@ class Checkpointer:
     ) -> None:
         one_of("capture", capture, ("copy", "overlap"))
         one_of("when_busy", when_busy, ("wait", "skip"))
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or None")
+        counted = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        if not counted and every is not None and not isinstance(every, Adaptive):
+            raise ValueError(f"every={every!r}: expected a number of steps, at least 1, ckpt.Adaptive(…), or None")
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"state is a {type(state).__name__}; expected names and what they stand for, such as {{'model': model}}"
@@ -110,7 +115,8 @@ class Checkpointer:
         self._options = opt = options or Options()
         self._store = url if isinstance(url, Store) else open_store(os.fspath(url))
         self._state: MutableMapping[str, object] = dict(state)
-        self._every = every
+        self._every = every if isinstance(every, int) else None
+        self._pace = Pace(every, partial(observed, self._store)) if isinstance(every, Adaptive) else None
         self._clock = SystemClock()
         self._ranks = open_ranks(None if opt.group_timeout is None else seconds(opt.group_timeout))
         ranks = self._ranks
@@ -145,9 +151,9 @@ class Checkpointer:
             self._store, chores(self._store, self._clock, ranks.rank, ranks.world_size), lambda: self._tenure.run
         )
         self._stopper = Stopping()
-        self._voting = Voting(self._ranks, self._stopper)
+        self._voting = Voting(self._ranks, self._stopper, self._pace)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
-        self._overlap = Overlap(lambda seconds: self._outcomes.count(seconds=seconds)) if overlaps else None
+        self._overlap = Overlap(self._held_back) if overlaps else None
         self._saves = Saves(
             ranks=ranks,
             clock=self._clock,
@@ -160,6 +166,7 @@ class Checkpointer:
             stopper=self._stopper,
             outcomes=self._outcomes,
             overlap=self._overlap,
+            pace=self._pace,
             when_busy=when_busy,
             fresh=fresh,
         )
@@ -267,9 +274,9 @@ class Checkpointer:
         """
         self._check_open()
         began = time.perf_counter()
-        due = self._every is not None and step % self._every == 0
         before = self._voting.stop
         self._voting.read()
+        due = self._voting.take_due() if self._every is None else step % self._every == 0
         ticket = None
         saves = due or self._voting.stop != before
         if self._journal is not None:
@@ -304,6 +311,11 @@ class Checkpointer:
             return self._saves.save(step, metrics)
         finally:
             self._outcomes.count(seconds=time.perf_counter() - began)
+
+    def _held_back(self, seconds: float) -> None:
+        self._outcomes.count(seconds=seconds)
+        if self._pace is not None:
+            self._pace.held_back(seconds)
 
     def _after_commit(self) -> None:
         self._copier.nudge()

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from ckpt.cadence import Adaptive
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError
 from ckpt.history.retention import Keep
@@ -188,7 +189,7 @@ class Run:
 def checkpointed(
     url: Where | Callable[..., Where],
     *,
-    every: int | None = None,
+    every: int | Adaptive | None = None,
     keep: Keep | None = None,
     capture: Literal["copy", "overlap"] = "copy",
     when_busy: Literal["wait", "skip"] = "wait",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckpt.ballot import Ballot, Call, Tally
+from ckpt.cadence import Pace
 from ckpt.data import Position
 from ckpt.errors import CheckpointError, SaveFailed, UnsupportedState
 from ckpt.format import values
@@ -41,7 +42,8 @@ LOOK = 0.05  # seconds between two looks at what the other ranks say, in a wait 
 @dataclass(slots=True)
 class Saves:
     """What the saves of one rank go through. `overlap`: None where all is copied before `save` returns. `fresh`: the
-    first may start a new line on a store with a history. `journal`: what records the steps between them."""
+    first may start a new line on a store with a history. `journal`: what records the steps between them. `pace`: None
+    where the cadence is a number of steps."""
 
     ranks: Ranks
     clock: Clock
@@ -57,6 +59,7 @@ class Saves:
     when_busy: Literal["wait", "skip"]
     fresh: bool
     journal: Journaling | None = None
+    pace: Pace | None = None
 
     def save(self, step: int, metrics: Mapping[str, Any] | None) -> Ticket:
         asked = time.perf_counter()
@@ -219,12 +222,15 @@ class Saves:
             taken = self.taking.take(flat, self.writer.reference, id_=id_)
             if self.journal is not None:
                 self.journal.captured(id_, taken.layout)
-            job = taken.job(id_, self.ranks, encoded, metrics, time_, asked)
+            cadence = None if self.pace is None or self.ranks.rank else self.pace.interval
+            job = taken.job(id_, self.ranks, encoded, metrics, time_, asked, cadence)
             ready = None
             if taken.copying is not None and self.overlap is not None:
                 self.overlap.begin(taken.copying)
                 ready = taken.copying.wait
-            self.writer.submit(job, lambda outcome: self._settle(ticket, id_, outcome), ready)
+            self.writer.submit(job, lambda outcome: self._settle(ticket, id_, outcome, asked), ready)
+            if self.pace is not None:
+                self.pace.began(asked, time.perf_counter() - asked)
         except SaveFailed as error:
             # The others are past the vote and go on: this rank's failure is told at the next one.
             self.outcomes.settle(ticket, Failed(error, Report()))
@@ -235,8 +241,10 @@ class Saves:
             raise
         return ticket
 
-    def _settle(self, ticket: Ticket, id_: SnapshotId, outcome: Outcome) -> None:
+    def _settle(self, ticket: Ticket, id_: SnapshotId, outcome: Outcome, asked: float) -> None:
         """On the writer's thread."""
+        if self.pace is not None and isinstance(outcome, Saved):
+            self.pace.committed(time.perf_counter() - asked)
         if self.journal is not None:
             reference = self.writer.reference
             if isinstance(outcome, Saved) and reference is not None and reference.id == id_:

@@ -32,6 +32,7 @@ class Listed:
         places: of a store of several places, the names of those that hold it; else nothing.
         abandoned: the job went back and took another way; it does not lead to the newest snapshot.
         without: names of the optimizers that were taken out (`Keep.moments_last`): it is weights only.
+        cadence: seconds between saves that the job aimed at, where that was adaptive.
     """
 
     id: SnapshotId
@@ -48,6 +49,7 @@ class Listed:
     abandoned: bool
     without: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    cadence: float | None = None
 
 
 class History:
@@ -147,4 +149,5 @@ def listed(history: catalog.History, id_: SnapshotId) -> Listed:
         id_ in history.abandoned,
         snapshot.without,
         history.entries[key].places if (key := history.keys[id_]) in history.entries else (),
+        snapshot.cadence,
     )

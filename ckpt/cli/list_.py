@@ -24,6 +24,7 @@ from ckpt.cli.screen import (
 from ckpt.format.kinds import KINDS
 from ckpt.history.catalog import History as Look
 from recovery.looking import History, Listed, listed
+from recovery.quantities import seconds_text
 
 METRICS_WIDTH = 80
 """Characters of metrics in a line; --json has all of them."""
@@ -39,8 +40,8 @@ def command(
 
     gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
     full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
-    newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). Where two have the same
-    step, call one by GENERATION/STEP.
+    newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). a save every …: what an
+    adaptive cadence aims at. Where two have the same step, call one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
@@ -57,6 +58,8 @@ def command(
             notes.append("abandoned")
         if snapshot.without:
             notes.append("weights only")
+        if snapshot.cadence is not None:
+            notes.append(f"a save every {seconds_text(snapshot.cadence)}")
         rows.append(
             [
                 str(snapshot.step),
@@ -113,6 +116,7 @@ def _document(history: Look) -> dict[str, Any]:
                 "size": snapshot.size,
                 "by_kind": {kind_name(k): n for k, n in snapshot.by_kind.items()},
                 "metrics": snapshot.metrics,
+                "cadence": snapshot.cadence,
                 "pins": snapshot.pins,
                 "abandoned": snapshot.abandoned,
                 "without": snapshot.without,

@@ -118,6 +118,7 @@ class Snapshot(Struct, frozen=True, omit_defaults=True):
     blocked: float | None = None
     durable: Durable | None = None
     without: tuple[str, ...] = ()
+    cadence: float | None = None
 
     def __post_init__(self) -> None:
         """Checked wherever one is read, because a prune removes what a snapshot that goes has named: a document must

@@ -105,6 +105,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     and `time` (POSIX seconds) are null but on rank 0. `others`: the ranks whose
     parts hold something that this rank held too (replicas are stored once). `blocked` and `durable`: see `Durable`.
     `without`: names of optimizers that were taken out since, on all ranks: the snapshot is weights only.
+    `cadence`: seconds between saves that rank 0 aimed at; None where it counts steps.
     """
 
     format: Natural
@@ -129,6 +130,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     blocked: float | None = None
     durable: Durable | None = None
     without: tuple[str, ...] = ()
+    cadence: float | None = None
 
     @property
     def id(self) -> SnapshotId:
@@ -177,6 +179,7 @@ class PartHead(Struct, frozen=True):
     others: tuple[int, ...] = ()
     blocked: float | None = None
     durable: Durable | None = None
+    cadence: float | None = None
 
 
 _NO_LOANS: Mapping[int, Loan] = MappingProxyType({})
@@ -237,7 +240,7 @@ def write_part(
         "values": {name: Raw(text) for name, text in head.values.items()},
         "world_size": head.world_size,
     }
-    fixed |= {name: told for name in ("blocked", "durable") if (told := getattr(head, name)) is not None}
+    fixed |= {name: told for name in ("blocked", "durable", "cadence") if (told := getattr(head, name)) is not None}
     starts: list[int] = []  # number of the bundle in the layout → of the first row for it
 
     def bundles() -> Iterator[BundleRow]:

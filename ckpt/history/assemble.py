@@ -61,6 +61,7 @@ def build_snapshot(parts: Sequence[tuple[PartRef, Part]], breathe: Breathe = _ho
         blocked=first.blocked,
         durable=first.durable,
         without=first.without,
+        cadence=first.cadence,
     )
 
 

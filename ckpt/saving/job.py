@@ -24,7 +24,8 @@ class SaveJob:
     `others`: ranks that store something of what this one holds. `values`: top-level state name → tagged JSON
     (values.encode). `replicas`: ``"<leaf> <box>"`` → checksum, empty but at a check. `metrics` and `time` (POSIX
     seconds) are None but on rank 0. `asked`: ``time.perf_counter()`` when `save()` was called, and `blocked`: seconds
-    for which it then kept the training thread; None where nobody measured.
+    for which it then kept the training thread; None where nobody measured. `cadence`: seconds between saves that an
+    adaptive cadence aims at; None but on rank 0.
     """
 
     id: SnapshotId
@@ -41,6 +42,7 @@ class SaveJob:
     others: tuple[int, ...] = ()
     asked: float | None = None
     blocked: float | None = None
+    cadence: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

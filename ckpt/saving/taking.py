@@ -44,6 +44,7 @@ class Taken:
         metrics: dict[str, Any] | None,
         time: float | None,
         asked: float,
+        cadence: float | None = None,
     ) -> SaveJob:
         """What the writer stores as step `id_`; see `SaveJob`."""
         return SaveJob(
@@ -61,6 +62,7 @@ class Taken:
             others=self.others,
             asked=asked,
             blocked=perf_counter() - asked,
+            cadence=cadence,
         )
 
 

@@ -339,6 +339,7 @@ class Writer:
             values=job.values,
             others=job.others,
             blocked=job.blocked if first else None,
+            cadence=job.cadence if first else None,
             durable=(before[0].step, before[1]) if first and before and before[0].run == job.id.run else None,
         )
 

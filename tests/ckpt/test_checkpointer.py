@@ -498,3 +498,32 @@ def test_close_takes_no_longer_than_it_is_told_although_no_put_ever_returns(monk
     with pytest.raises(SaveFailed, match="step 2"):
         saver.close(timeout=0.01)
     gate.gate.set()
+
+
+def test_an_adaptive_cadence_saves_at_once_and_then_when_its_time_has_come() -> None:
+    store, training = MemoryStore(), Training()
+    with ckpt.Checkpointer(store, training.state, every=ckpt.Adaptive(), options=QUIET) as saver:
+        pace = saver._pace
+        assert pace is not None
+        for step in (1, 2):
+            training.train(step)
+            ticket = saver.step(step)
+            assert (ticket is not None) == (step == 1), "the interval is seconds at least, by the overhead"
+            saver.wait()
+        while pace.costs[0] < 1000.0:
+            pace.began(0.0, 1000.0)  # a save that took ages, and as long ago
+        assert pace._looking is not None
+        pace._looking.join()
+        pace._last = -1e9
+        ticket = saver.step(3)
+        assert ticket is not None
+        ticket.wait()
+    first, second = ckpt.History(store).list()
+    assert (first.step, second.step) == (1, 3)
+    assert first.cadence is None and second.cadence is not None and second.cadence > 1000 / 0.03 - 1
+
+
+@pytest.mark.parametrize("every", [0, True, -1, 1.5, "10min"])
+def test_a_cadence_that_makes_no_sense_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=r"ckpt\.Adaptive"):
+        ckpt.Checkpointer(MemoryStore(), {}, every=every)

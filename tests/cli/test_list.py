@@ -43,6 +43,14 @@ def test_piped_it_is_aligned_columns_and_nothing_else(ckpt: Ckpt, tmp_path: Path
     ]
 
 
+def test_an_adaptive_cadence_says_what_it_aims_at(ckpt: Ckpt, tmp_path: Path) -> None:
+    store, ids = chain(tmp_path, 2)
+    restate(store, ids[1], cadence=252.0)
+    lines = ckpt("list", tmp_path).lines[1:]
+    assert "every" not in lines[0] and lines[1].endswith("a save every 4 min")
+    assert [snapshot["cadence"] for snapshot in ckpt("list", tmp_path, "--json").json["snapshots"]] == [None, 252.0]
+
+
 def test_abandoned_snapshots_are_marked_and_the_live_line_is_not(ckpt: Ckpt, tmp_path: Path) -> None:
     """D2: 500, 600, 700 exist; the job resumed from 500 and saved 510, and 600 anew."""
     two_lines(tmp_path)
@@ -85,6 +93,7 @@ def test_json_has_everything(ckpt: Ckpt, tmp_path: Path) -> None:
         "size": 512,
         "by_kind": {"raw": 512},
         "metrics": {"loss": 1.5},
+        "cadence": None,
         "pins": ["best"],
         "abandoned": False,
         "without": [],

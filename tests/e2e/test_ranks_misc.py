@@ -429,3 +429,35 @@ def dies_before_its_part(url: str, last: str) -> None:
 def test_ranks_that_wait_for_a_commit_notice_at_once_that_another_rank_has_died(tmp_path: Path, last: str) -> None:
     results = run_ranks(dies_before_its_part, 3, (str(tmp_path / "store"), last))
     assert [("went on" in result.out) for result in results] == [True, False, True], show(results)
+
+
+# --- an adaptive cadence
+
+
+def saves_when_rank_0_says(url: str) -> None:
+    with group() as rank:
+        state = {"weights": torch.zeros(8)}
+        with ckpt.Checkpointer(url, state, every=ckpt.Adaptive(), mirror="off", options=quiet()) as saver:
+            saver.restore()
+            pace = saver._pace
+            assert pace is not None
+            saved = []
+            for step in range(1, 9):
+                if rank:
+                    pace._last = -1e9  # by its own clock every step would be due
+                if rank == 0 and step == 5:
+                    pace._last = -1e9
+                state["weights"] += 1
+                ticket = saver.step(step)
+                if ticket is not None:
+                    ticket.wait(PATIENT)
+                    saved.append(step)
+            # Due at step 1 and known to all at step 2; due again at step 5, known at step 6.
+            assert saved == [2, 6], saved
+            blocked, durable = pace._elsewhere
+            assert blocked >= pace.costs[0] - 1e-5 and durable >= pace.costs[1] - 1e-2
+
+
+def test_an_adaptive_cadence_is_rank_0_s_word_and_heard_by_all_at_the_next_step(tmp_path: Path) -> None:
+    on_three(saves_when_rank_0_says, str(tmp_path / "store"))
+    assert [snapshot.step for snapshot in ckpt.History(tmp_path / "store").list()] == [2, 6]

@@ -33,6 +33,7 @@ FLOORS: list[list[str]] = [
     ["ckpt.checksums"],
     ["ckpt.leaves"],
     ["ckpt.mirror"],
+    ["ckpt.cadence"],
     ["ckpt.history"],
     ["ckpt.agreement", "ckpt.ballot", "ckpt.exits", "ckpt.metrics", "ckpt.options", "ckpt.progress", "ckpt.stopping"],
     ["ckpt.format"],
