@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import DamagedError
 from ckpt.format.manifest import Blob, BundleRow, Chunk, Part, ShardRow
 from ckpt.format.names import PartName, SnapshotId
+from ckpt.format.pack import TEXT
 from ckpt.format.shards import DTYPES, Box, cuts, whole
 from ckpt.history.catalog import History, read_history
 from ckpt.history.plan import blocking, leaned_on, way_out
@@ -34,10 +35,6 @@ LONG = 8
 
 HEAVY = 1.25
 """A chain of this many times its keyframe's bytes is long, too: a keyframe takes less."""
-
-TEXT = 150
-"""Bytes that a pack's header spends on a blob, about. They count as live with it: a new pack needs them again, and
-packs of tiny blobs, half of which are header, would else be rewritten for ever."""
 
 PATIENCE = 3
 """Looks at a store that is being pruned meanwhile, before what is missing counts as lost."""

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from ckpt.format.kinds import KINDS, NEEDS_BASE
-from ckpt.format.manifest import Natural, digest64
+from ckpt.format.manifest import Blob, Natural, digest64
 from ckpt.format.shards import DTYPES
 from storage_backends.base import Buffer
 
@@ -42,6 +43,11 @@ _ROW = re.compile("([0-9a-f]{32}):([0-9]{1,3})(?::([0-9a-f]{32}))?")
 
 TEXT_BOUND = 200
 """Bytes of header per blob, and of what every header holds, at most."""
+
+
+TEXT = 150
+"""Bytes that a pack's header spends on a blob, about. They count as live with it: a new pack needs them again, and
+packs of tiny blobs, half of which are header, would else be rewritten for ever."""
 
 
 class FinishedPack(Struct, frozen=True):
@@ -175,6 +181,35 @@ def read_header(data: Buffer, size: int | None = None) -> tuple[PackedBlob, ...]
     if base + at != size:
         raise ValueError(f"pack: blobs end at byte {base + at} of {size}")
     return tuple(blobs)
+
+
+def describe_some(header: bytes, blobs: Collection[Blob], breathe: Callable[[], None]) -> dict[Blob, PackedBlob]:
+    """What a pack's first bytes, header included and nothing else, say of some of its blobs. Unlike `read_header` it
+    looks at no others, so it may be called next to a training thread.
+
+    Raises:
+        ValueError: no header, or it does not describe them as they are named.
+    """
+    try:
+        fields = msgspec.json.decode(header[8:], type=dict[str, Raw])
+        breathe()
+        metadata = msgspec.json.decode(fields.pop("__metadata__", Raw(b"null")), type=_Metadata)
+        breathe()
+        dtypes, rows = _dtype_rows(metadata.dtypes), metadata.blobs.split(",")
+        wanted = {f"{blob.digest}-{blob.kind}": blob for blob in blobs}
+        found: dict[Blob, PackedBlob] = {}
+        for n, (name, entry) in enumerate(fields.items()):
+            blob = wanted.get(name.partition("-")[2])
+            if blob is not None and n < len(rows):
+                said = _blob(n, name, msgspec.json.decode(entry, type=_Entry), rows[n], dtypes, len(header))
+                if (said.start, said.stop) == (blob.start, blob.stop):
+                    found[blob] = said
+            breathe()
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"pack: {error}") from error
+    if len(found) != len(blobs):
+        raise ValueError(f"pack: its header describes {len(found)} of {len(blobs)} blobs as they are named")
+    return found
 
 
 def _blob(n: int, name: str, entry: _Entry, row: str, dtypes: list[tuple[str, int]], base: int) -> PackedBlob:

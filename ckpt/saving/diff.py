@@ -16,6 +16,7 @@ from ckpt.format.manifest import Blob, Chunk, Loan, chunk_digest, digest64
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DTYPES
 from ckpt.saving.job import Bytes, Reference, SaveJob
+from ckpt.saving.packing import Parcel
 from ckpt.saving.policy import Rule, first_scale
 
 Breathe: TypeAlias = Callable[[], None]
@@ -25,10 +26,11 @@ Breathe: TypeAlias = Callable[[], None]
 class Held:
     """The reference, and what the policy remembers beside it: ``young[i]`` is 1 until the first chain of piece `i` has
     ended. Unknown after a restart, and then taken for 1: a chain too short costs one keyframe, while all chains ending
-    together cost a full save every time."""
+    together cost a full save every time. `moved`: packs that the reference's save made of blobs older than itself."""
 
     reference: Reference
     young: bytearray
+    moved: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,14 @@ class Encoded:
     based: bool
     young: bool
     stale: bool
+
+    @property
+    def parcel(self) -> Parcel:
+        """It, to be packed."""
+        base = self.task.base_digest if self.based else None
+        return Parcel(
+            self.task.index, self.blob, self.kind, self.digest, self.task.digest, self.task.piece.dtype, base
+        )  # fmt: skip
 
     @property
     def below(self) -> tuple[Blob, ...]:

@@ -18,7 +18,6 @@ from typing import TypeAlias
 from ckpt.format.manifest import Blob
 from ckpt.format.names import PackName, SnapshotId
 from ckpt.format.pack import TEXT_BOUND, PackBuilder
-from ckpt.saving.diff import Encoded
 from ckpt.saving.policy import Lifetime
 from ckpt.saving.threads import Crew, Pending
 from storage_backends.base import Store
@@ -40,19 +39,33 @@ def pack_limit(nbytes: int) -> int:
     return min(max(nbytes // 12, LEAST), MOST)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """A blob to be packed, and what its pack's header says of it (`PackBuilder.add`). `of`: whose it is, the index of a
+    piece; or the blob that it is moved from."""
+
+    of: int | Blob
+    data: bytes
+    kind: int
+    digest: str
+    chunk_digest: str
+    dtype: str
+    base_digest: str | None
+
+
 @dataclass(slots=True)
 class _Open:
     """A pack to be: blobs gathered, not yet joined."""
 
-    blobs: list[Encoded] = field(default_factory=list)
+    blobs: list[Parcel] = field(default_factory=list)
     size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What became of the blobs: where each lies (by the index of its piece), and the packs with their lengths."""
+    """What became of the blobs: where each lies (by `Parcel.of`), and the packs with their lengths."""
 
-    blobs: dict[int, Blob]
+    blobs: dict[int | Blob, Blob]
     packs: dict[str, int]
 
 
@@ -86,11 +99,11 @@ class Outbox:
         self._packed = Packed({}, {})
         self.seconds = 0.0
 
-    def add(self, blob: Encoded, group: Group) -> None:
+    def add(self, blob: Parcel, group: Group) -> None:
         """Take a blob in. Raises what an upload raised, at the latest in `finish`."""
         while self._flying and self._flying[0][0].over:
             self._land()
-        size = len(blob.blob) + TEXT_BOUND
+        size = len(blob.data) + TEXT_BOUND
         pack = self._groups.setdefault(group, _Open())
         if pack.size + size > self._pack_limit:
             self._send(pack)
@@ -151,12 +164,12 @@ class Outbox:
         builder = PackBuilder()
         for b in blobs:
             builder.add(
-                b.blob,
+                b.data,
                 kind=b.kind,
                 digest=b.digest,
-                chunk_digest=b.task.digest,
-                dtype=b.task.piece.dtype,
-                base_digest=b.task.base_digest if b.based else None,
+                chunk_digest=b.chunk_digest,
+                dtype=b.dtype,
+                base_digest=b.base_digest,
             )
             self._breathe()
         done = builder.finish()
@@ -166,7 +179,7 @@ class Outbox:
         # Popped, because thousands of blobs freed at once would hold the GIL as long as a loop over them.
         for start, stop in reversed(done.ranges):
             b = blobs.pop()
-            self._packed.blobs[b.task.index] = Blob(key, start, stop, b.kind, b.digest)
+            self._packed.blobs[b.of] = Blob(key, start, stop, b.kind, b.digest)
             self._breathe()
         self._flying.append((self._crew.submit(lambda _: self._put(key, done.data)), len(done.data)))
         self._in_flight += len(done.data)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ckpt.format.codec import Codec
 from ckpt.format.kinds import KINDS
 from ckpt.format.manifest import Blob, Chunk, Loan
+from ckpt.format.pack import TEXT
 from ckpt.format.probe import Learned
 from ckpt.saving.breath import Breath
 from ckpt.saving.diff import (
@@ -32,14 +35,19 @@ from ckpt.saving.diff import (
     task_of,
 )
 from ckpt.saving.job import Reference, Report, SaveJob
+from ckpt.saving.moving import parcels
 from ckpt.saving.packing import Outbox
-from ckpt.saving.policy import MOVED, Rule, lifetime, nearly_dead
+from ckpt.saving.policy import MOVED, Lifetime, Rule, hardly_alive, lifetime, nearly_dead
 from ckpt.saving.threads import Crew, Pending
+from storage_backends.base import StorageError, Store
 
 log = logging.getLogger(__name__)
 
 BATCH = 512 * 1024
 """Raw bytes handed to an encode worker at once, at least: to hand over costs as much as to encode a small chunk."""
+
+PACKS = 8
+"""Nearly dead packs that one save empties at most: each takes a read or two of the store."""
 
 
 class Bench:
@@ -97,6 +105,7 @@ class Storing:
         learned: Learned,
         encoders: Crew[Bench],
         ahead: int,
+        store: Store,
         outbox: Outbox,
         tally: Tally,
         breathe: Breath,
@@ -106,6 +115,7 @@ class Storing:
         self._rule = rule
         self._learned = learned
         self._encoders = encoders
+        self._store = store
         self._outbox = outbox
         self._tally = tally
         self._breathe = breathe
@@ -132,6 +142,7 @@ class Storing:
         self._tally.captured = self._job.layout.nbytes
         started = time.perf_counter()
         try:
+            mine: dict[str, int] = {}
             if self._held is not None:
                 reference = self._held.reference
                 mine = {pack: size for pack, size in reference.packs.items() if pack not in reference.shared}
@@ -145,6 +156,8 @@ class Storing:
             while self._encoding:
                 self._collect()
             self._tally.stage = "upload"
+            if self._placed:
+                self._move_blobs(mine)
             packed = self._outbox.finish()
             self._tally.stage = "encode"
             return self._next(packed.blobs, packed.packs)
@@ -203,9 +216,30 @@ class Storing:
                 self._enqueue(task_of(self._job, first.index, digest, self._held, first.old, keyframe=True))
                 self._twins.extend((other.index, first.index) for other in same[1:])
 
+    def _move_blobs(self, mine: Mapping[str, int]) -> None:
+        """Take the few blobs that are still needed out of packs of long ago, as far as this save may. `mine`: packs
+        that nobody else leans on, with their lengths."""
+        # What the next part names: chunks that stayed, and what lies below new deltas.
+        chunks = chain(self._table, (Chunk(placed.digest, placed.below) for placed in self._placed.values()))
+        for pack, needed in hardly_alive(chunks, mine, self._job.rank, self._breathe)[:PACKS]:
+            blobs = [blob for blob in needed if self._spend(blob.size + TEXT)]
+            if not blobs:
+                break
+            try:
+                for parcel in parcels(self._store, pack, mine[pack], blobs, self._breathe):
+                    self._outbox.add(parcel, (Lifetime.MOVED, ""))
+                    self._tally.stored[parcel.kind] = self._tally.stored.get(parcel.kind, 0) + len(parcel.data)
+            except (
+                StorageError,
+                ValueError,
+            ) as error:  # it stays where it is; nothing was going to be better but space
+                log.warning("step %d: %s is kept for little: %s", self._job.id.step, pack, error)
+
     def _spend_move(self, index: int) -> bool:
         piece = self._job.layout.pieces[index]
-        size = piece.stop - piece.start
+        return self._spend(piece.stop - piece.start)
+
+    def _spend(self, size: int) -> bool:
         if size > self._may_move:
             return False
         self._may_move -= size
@@ -246,19 +280,21 @@ class Storing:
         self._tally.spend("encode", seconds)
         reference = None if self._held is None else self._held.reference.id
         for e in encoded:
-            index = e.task.index
+            index, chained = e.task.index, e.task.chain
             self._placed[index] = _Placed(e.task.digest, e.below)
             self._young[index] = e.young
             self._stale += e.stale
             self._tally.stage = "upload"
-            self._outbox.add(e, (lifetime(e.task.chain, e.based, reference), e.task.piece.cls))
+            older = self._held is not None and bool(chained) and chained[0].pack in self._held.moved
+            lasts = lifetime(chained, e.based, None if older else reference)
+            self._outbox.add(e.parcel, (lasts, e.task.piece.cls))
             self._tally.stage = "encode"
             self._tally.stored[e.kind] = self._tally.stored.get(e.kind, 0) + len(e.blob)
             self._breathe()
 
     # --- the table ------------------------------------------------------------------------------------------------
 
-    def _next(self, blobs: dict[int, Blob], new_packs: dict[str, int]) -> Held:
+    def _next(self, blobs: dict[int | Blob, Blob], new_packs: dict[str, int]) -> Held:
         """The reference to be."""
         while self._placed:  # emptied on the way: to free it all at once would hold the GIL
             index, placed = self._placed.popitem()
@@ -275,8 +311,11 @@ class Storing:
             shared = self._held.reference.shared
         table: list[Chunk] = []
         packs: dict[str, int] = {}
+        moved = {old: new for old, new in blobs.items() if isinstance(old, Blob)}
         for chunk in self._table:
             assert chunk is not None, "every piece has had its verdict"
+            if moved and not moved.keys().isdisjoint(chunk.blobs):
+                chunk = Chunk(chunk.digest, tuple(moved.get(blob, blob) for blob in chunk.blobs), chunk.of)
             table.append(chunk)
             for blob in chunk.blobs:
                 packs[blob.pack] = sizes[blob.pack]
@@ -286,4 +325,4 @@ class Storing:
         self._tally.packs = len(new_packs)
         job = self._job
         reference = Reference(job.id, job.layout, job.data, tuple(table), packs, shared & packs.keys(), self._loans)
-        return Held(reference, self._young)
+        return Held(reference, self._young, frozenset(blob.pack for blob in moved.values()))

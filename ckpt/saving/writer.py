@@ -271,6 +271,7 @@ class Writer:
             learned=self._learned,
             encoders=self._encoders,
             ahead=ahead,
+            store=self._store,
             outbox=outbox,
             tally=tally,
             breathe=breathe,

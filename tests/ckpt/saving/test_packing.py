@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ckpt.format.layout import Piece
 from ckpt.format.manifest import digest64
 from ckpt.format.names import SnapshotId
 from ckpt.format.pack import read_header
-from ckpt.format.shards import whole
-from ckpt.saving.diff import Encoded, Task
-from ckpt.saving.packing import TINY, Outbox
+from ckpt.saving.packing import TINY, Outbox, Parcel
 from ckpt.saving.policy import Lifetime
 from storage_backends.base import Unavailable
 from storage_backends.memory import MemoryStore
@@ -63,11 +59,9 @@ def outbox(store: FaultyStore, *, pack_limit: int = 32 << 20, memory: int = 256 
     return Outbox(store, crew, SnapshotId(RUN, 9), 2, pack_limit=pack_limit, memory=memory, breathe=lambda: None)
 
 
-def blob_of(index: int, size: int) -> Encoded:
+def blob_of(index: int, size: int) -> Parcel:
     data = bytes([index % 251]) * size
-    piece = Piece(0, size, "uint8", "parameter", "w", index, whole((size,)))
-    task = Task(index, piece, f"{index:032x}", np.frombuffer(data, np.uint8), None, "", (), True)
-    return Encoded(task, data, 0, digest64(data), False, True, False)
+    return Parcel(index, data, 0, digest64(data), f"{index:032x}", "uint8", None)
 
 
 def test_every_blob_lies_where_it_is_said_to_lie() -> None:
@@ -79,10 +73,10 @@ def test_every_blob_lies_where_it_is_said_to_lie() -> None:
     packed = box.finish()
     assert packed.packs == store.sizes
     for blob in blobs:
-        at = packed.blobs[blob.task.index]
-        assert store.get_range(at.pack, at.start, at.stop) == blob.blob
+        at = packed.blobs[blob.of]
+        assert store.get_range(at.pack, at.start, at.stop) == blob.data
         header = {(b.start, b.stop): b for b in read_header(store.get(at.pack))}
-        assert header[at.start, at.stop].chunk_digest == blob.task.digest
+        assert header[at.start, at.stop].chunk_digest == blob.chunk_digest
 
 
 def test_what_waits_for_a_slow_store_stays_within_the_memory() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from ckpt.format.manifest import Blob, Chunk
 from ckpt.format.names import PackName, RunId, SnapshotId
+from ckpt.format.pack import TEXT
 from ckpt.format.shards import Box
-from ckpt.saving.policy import LEAST_SCALE, MAX_BLOBS, Lifetime, Rule, first_scale, lifetime, nearly_dead
+from ckpt.saving.policy import LEAST_SCALE, MAX_BLOBS, Lifetime, Rule, first_scale, hardly_alive, lifetime, nearly_dead
 
 RUN = RunId(3, "0badcafe")
 
@@ -126,3 +127,26 @@ def test_a_pack_that_a_clipped_chunk_leans_on_is_left_alone() -> None:
     """After a change of layout its other readers are other ranks."""
     clipped = Chunk("1" * 32, chain(10), Box((0,), (9,)))
     assert nearly_dead([chunk(2, *chain(10)), clipped], {pack(1): 1000}, 0, quiet) == frozenset()
+
+
+def test_blobs_leave_a_pack_of_which_they_take_less_than_a_third_the_emptiest_pack_first() -> None:
+    """However large the keyframes are on which they lie; with the text that a header needs for each."""
+    first, second, third = pack(1), pack(2), pack(3)
+    keyframe = Blob(first, 0, 900, 2, "0" * 16)
+    one, two = Blob(second, 0, 10, 5, "1" * 16), Blob(second, 10, 30, 5, "2" * 16)
+    other = Blob(third, 0, 150, 5, "3" * 16)
+    table = [chunk(1, keyframe, one), chunk(2, keyframe, two), chunk(3, keyframe, two, other), None]
+    packs = {first: 1000, second: 3 * (30 + 2 * TEXT) + 1, third: 10_000}
+    assert hardly_alive(table, packs, 0, quiet) == [(third, [other]), (second, [one, two])]
+    assert hardly_alive(table, packs | {second: 3 * (30 + 2 * TEXT)}, 0, quiet) == [(third, [other])]
+
+
+def test_no_blob_leaves_a_pack_of_another_rank_or_one_that_others_may_lean_on() -> None:
+    theirs, unknown, clipped = pack(1, rank=4), pack(2), pack(3)
+    table = [
+        chunk(1, Blob(theirs, 0, 10, 2, "0" * 16)),
+        chunk(2, Blob(unknown, 0, 10, 2, "1" * 16)),
+        Chunk("3" * 32, (Blob(clipped, 0, 10, 2, "2" * 16),), Box((0,), (9,))),
+        chunk(4, Blob(clipped, 10, 20, 2, "3" * 16)),
+    ]
+    assert hardly_alive(table, {theirs: 10_000, clipped: 10_000}, 0, quiet) == []
