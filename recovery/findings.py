@@ -9,7 +9,7 @@ from typing import Literal
 from ckpt.errors import DamagedError
 from ckpt.format.names import PackName, SnapshotId
 
-Level = Literal["error", "warning", "note"]
+Level = Literal["error", "warning", "mended", "note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        level: "error": bytes are lost or are not what was written; "warning": odd, nothing is lost by it; "note":
-            leftovers and foreign files, which do no harm.
+        level: "error": bytes are lost or are not what was written; "warning": odd, nothing is lost by it; "mended":
+            a copy was bad and is good again; "note": leftovers and foreign files, which do no harm.
         key: the object.
         step, rank, leaf: what it belongs to, where it belongs to one; of several dependents the first.
         steps: every step that cannot be restored because of it.

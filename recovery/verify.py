@@ -52,6 +52,7 @@ from ckpt.history.assemble import build_snapshot
 from recovery.deep import chains, check_chains, pack_problem, pieces
 from recovery.fetch import fetch
 from recovery.findings import Finding, Trouble, of_error
+from recovery.mending import CopyCheck
 from recovery.parallel import THREADS, in_threads
 from recovery.read import (
     Missing,
@@ -65,14 +66,22 @@ from recovery.read import (
 )
 from recovery.shards import MEMORY
 from storage_backends.base import NotFound, Store
+from storage_backends.copies import Copied
 
 __all__ = ["Finding", "verify"]
 
 
 def verify(
-    store: Store, *, deep: bool = False, only: SnapshotId | None = None, memory: int = MEMORY, threads: int = THREADS
+    store: Store,
+    *,
+    deep: bool = False,
+    only: SnapshotId | None = None,
+    repair: bool = False,
+    memory: int = MEMORY,
+    threads: int = THREADS,
 ) -> Iterator[Finding]:
-    """Check the store, or one snapshot and what it needs; yields what is found as it is found. Writes nothing.
+    """Check the store, or one snapshot and what it needs; yields what is found as it is found. Writes nothing, unless
+    it is to `repair`: then bad copies are mended from whole ones, where the store holds copies.
 
     Beside a live job, what vanishes while it is being checked is taken for pruned if its snapshot vanished too; where a
     compacted revision has taken its place, that one is checked instead.
@@ -81,6 +90,10 @@ def verify(
         StorageError: the store does not answer: nothing can be said.
         FormatTooNew: a newer version wrote here.
     """
+    if isinstance(store, Copied):
+        copies = CopyCheck(store, deep, only, max(memory // threads, 1), threads)
+        yield from copies.findings(repair=repair)
+        store = copies.around()
     check = _Check(store, only, memory, threads, {entry.key: entry.size for entry in store.list("")})
     yield from check.documents()
     if deep:

@@ -33,8 +33,8 @@ class Slips:
 
 
 @runtime_checkable
-class Copied(Protocol):
-    """A `Store` that declares that it holds copies of its objects."""
+class Copied(Store, Protocol):
+    """A store that declares that it holds copies of its objects."""
 
     @property
     def places(self) -> Mapping[str, Store]:

@@ -18,8 +18,11 @@ from ckpt.cli.screen import (
     print_json,
     print_table,
     printable,
+    warn,
 )
 from ckpt.history.catalog import find, read_history
+from ckpt.history.clock import SystemClock
+from ckpt.history.copier import bring_over
 from recovery.compact import Compacted, compact
 from recovery.compaction import THRESHOLD, CompactPlan, plan_compact
 
@@ -63,6 +66,9 @@ def command(
         with bar("rewriting", quiet=as_json) as shown:
             shown.expect(plan.moved + plan.keyframes)
             done = compact(plan, shown.writes(store), grace=leave)
+    late = bring_over(store, SystemClock()) if done.snapshots else None
+    if late is not None:
+        warn(f"not yet on every tier: {late}")
     if as_json:
         print_json(_document(plan, done, dry_run))
     elif not dry_run and plan.rewrite:

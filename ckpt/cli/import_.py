@@ -11,6 +11,7 @@ from ckpt.cli.export import Format
 from ckpt.cli.progress import bar
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, warn
 from ckpt.history.clock import SystemClock
+from ckpt.history.copier import bring_over
 from ckpt.history.runs import identity
 from ckpt.saving.inward import check_empty, store_snapshot
 from recovery.foreign import Arrival
@@ -56,6 +57,8 @@ def command(
             aliases=arrival.aliases,
             watch=shown,
         )
+    if (late := bring_over(store, SystemClock())) is not None:
+        warn(f"not yet on every tier: {late}")
     leaves = {tensor.shard.leaf for tensor in arrival.tensors}
     nbytes = sum(leaf.nbytes for leaf in leaves)
     if as_json:

@@ -25,6 +25,7 @@ from ckpt.format.kinds import KINDS
 from ckpt.history.catalog import History as Look
 from recovery.looking import History, Listed, listed
 from recovery.quantities import seconds_text
+from storage_backends.copies import Copied
 
 METRICS_WIDTH = 80
 """Characters of metrics in a line; --json has all of them."""
@@ -41,15 +42,17 @@ def command(
     gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
     full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
     newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). a save every …: what an
-    adaptive cadence aims at. Where two have the same step, call one by GENERATION/STEP.
+    adaptive cadence aims at. on: of a store of several places, which of them hold it. Where two have the same step, call
+    one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
     store = open_url(url, storage_option)
     with bar("reading snapshots", quiet=as_json) as shown:
         history = History(shown.reads(store, documents)).look()
+    places = {name: place.url for name, place in store.places.items()} if isinstance(store, Copied) else {}
     if as_json:
-        print_json(_document(history))
+        print_json(_document(history) | ({"places": places} if places else {}))
         return
     rows = []
     for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots)):
@@ -72,13 +75,18 @@ def command(
                 ", ".join(notes),
             ]
         )
+        if places:
+            rows[-1].insert(5, ", ".join(snapshot.places))
     if rows:
+        header = ["step", "gen", "age", "stored", "full size", *(["on"] if places else []), "kinds", "metrics", "notes"]
         print_table(
-            ["step", "gen", "age", "stored", "full size", "kinds", "metrics", "notes"],
+            header,
             rows,
             right=frozenset({0, 1, 2, 3, 4}),
-            fold=frozenset({5, 6, 7}),
+            fold=frozenset(range(header.index("kinds"), len(header))),
         )
+        if places:
+            print(", ".join(f"{name} = {url}" for name, url in places.items()))
     else:
         print(f"no snapshots on {store.url}")
     if history.problems and problems:
@@ -120,6 +128,7 @@ def _document(history: Look) -> dict[str, Any]:
                 "pins": snapshot.pins,
                 "abandoned": snapshot.abandoned,
                 "without": snapshot.without,
+                **({"places": snapshot.places} if snapshot.places else {}),
             }
             for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots))
         ],

@@ -20,6 +20,7 @@ from ckpt.cli.screen import (
     print_table,
     printable,
 )
+from ckpt.cli.thinning import thin
 from ckpt.format.names import SnapshotId
 from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
@@ -71,6 +72,10 @@ def command(
         bool,
         typer.Option("--leftovers", help="Only what no snapshot needs: of crashed saves, and what compact replaced."),
     ] = False,
+    fast: Annotated[
+        bool,
+        typer.Option("--fast", help="Only take it off the fast one of two tiers; it stays on the durable one."),
+    ] = False,
     grace: Annotated[
         str,
         typer.Option(
@@ -89,7 +94,8 @@ def command(
     What any --keep policy names stays, everything else goes; hours and days are told by the times that snapshots
     recorded (UTC), and hours and days without one are not counted. Pinned snapshots, the newest one, and what a job
     that goes on may still lean on always stay, whatever is asked, and keep their optimizers. Says first what goes, and
-    how many bytes come free. Killed half-way, running it again finishes it.
+    how many bytes come free. Killed half-way, running it again finishes it. Of two tiers both are pruned, but for what
+    the durable one lacks yet, and the newest that it has.
 
     Exit codes: 0 done; 1 a snapshot named by --remove stays; 2 nothing was selected, or the store failed.
     """
@@ -108,6 +114,11 @@ def command(
         raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
     leave = duration("--grace", grace)
     store = open_url(url, storage_option)
+    if fast:
+        if remove or keep.everything:
+            raise ValueError("--fast goes by the --keep policies; leave out --remove and --leftovers")
+        thin(store, keep, dry_run, as_json)
+        return
     with bar("reading snapshots", quiet=as_json) as shown:
         watched = shown.reads(store, documents)
         asked = _asked(watched, remove or ())

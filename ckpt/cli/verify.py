@@ -16,6 +16,7 @@ from ckpt.format.names import ALIVE, JOURNAL, PACKS, PARTS, PINS, PRUNES, RUNS, 
 from ckpt.history.catalog import read_history
 from recovery.verify import Finding, verify
 from storage_backends.base import Entry, Store
+from storage_backends.copies import Copied
 
 PREFIXES = (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)
 
@@ -32,18 +33,25 @@ def command(
             show_default=False,
         ),
     ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Mend bad copies from whole ones (fanout::, tiered::)."),
+    ] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
 ) -> None:
     """Look for damage.
 
     Checks every document, and that every pack is there and of the right length; with --deep every byte. An error names
-    the object and what needs it. Notes are leftovers of crashed saves and foreign files, which do no harm. Writes
-    nothing, and may run beside a live job.
+    the object and what needs it. Notes are leftovers of crashed saves and foreign files, which do no harm. Where the
+    store holds copies each one is checked, and with --repair bad ones are written anew from whole ones, and what the
+    durable of two tiers lacks is copied; else nothing is written. May run beside a live job.
 
-    Exit codes: 0 whole; 1 damage found; 2 nothing is there to check, or the store cannot be read.
+    Exit codes: 0 whole, or all of it mended; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
     store = open_url(url, storage_option)
+    if repair and not isinstance(store, Copied):
+        raise ValueError(f"{store.url} holds one copy of everything, so there is nothing to mend it from")
     history = None if step is None else read_history(store)
     only = None if history is None or step is None else find_any(history, step)
     checked = _checked(store, only)
@@ -52,13 +60,15 @@ def command(
         if history is not None and only in history.snapshots:
             shown.expect(_to_read(history.snapshots[only], deep))
         watched = shown.reads(store, None if only else _weigh_deep if deep else _weigh)
-        for finding in verify(watched, deep=deep, only=only):
+        for finding in verify(watched, deep=deep, only=only, repair=repair):
             findings.append(finding)
             if not as_json:
                 print(printable(f"{finding.level}: {finding.text}"), flush=True)
     errors = sum(finding.level == "error" for finding in findings)
     if as_json:
-        print_json({"whole": not errors, "deep": deep, **checked, "findings": [_document(f) for f in findings]})
+        mended = sorted({finding.key for finding in findings if finding.level == "mended"})
+        found = [_document(finding) for finding in findings]
+        print_json({"whole": not errors, "deep": deep, **checked, "mended": mended, "findings": found})
     else:
         what = f"step {only.short}" if only else _totals(checked)
         print(_verdict(what, deep, findings))
@@ -109,6 +119,8 @@ def _totals(checked: dict[str, int]) -> str:
 
 def _verdict(what: str, deep: bool, findings: Sequence[Finding]) -> str:
     levels = Counter(finding.level for finding in findings)
+    if levels["mended"]:
+        what = f"{what}, {count(levels['mended'], 'copy', 'copies')} mended"
     if levels["error"]:
         lost = sorted({step for finding in findings for step in finding.steps if finding.level == "error"})
         told = (

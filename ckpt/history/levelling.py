@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
+from ckpt.errors import DamagedError
 from ckpt.format.intact import flaw
 from ckpt.format.manifest import PruneDoc, unseal
 from ckpt.format.names import ALIVE, PACKS, PARTS, PRUNES, SNAPSHOTS, RunId
 from ckpt.history.copies import mend_one, read
-from storage_backends.base import Entry, NotFound, StorageError
+from storage_backends.base import Entry, NotFound, StorageError, Store
 from storage_backends.fanout import FanoutStore
 
 
@@ -69,18 +70,13 @@ class Levelling:
 
 
 def uneven(store: FanoutStore) -> list[str]:
-    """Keys of which some place lacks a copy, or has one of another size; snapshots last. Heartbeats and what a prune
-    has announced are left out: the one changes all the time, the other is about to go everywhere.
+    """Keys of which some place lacks a copy, or has one of another size, in the order of writing. Heartbeats and what a
+    prune has announced are left out: the one changes all the time, the other is about to go everywhere.
 
     Raises:
         StorageError: a place could not be listed: then nothing can be said.
     """
-    doomed: set[str] = set()
-    for entry in store.list(PRUNES):
-        try:
-            doomed |= {entry.key, *read(store, entry.key, partial(unseal, kind=PruneDoc, key=entry.key)).keys}
-        except NotFound:
-            continue
+    doomed = announced_keys(store)
     held: dict[str, list[Entry]] = {}
     for place in store.places.values():
         for entry in place.list(""):
@@ -92,5 +88,18 @@ def uneven(store: FanoutStore) -> list[str]:
         and key not in doomed
         and not key.startswith((ALIVE, PRUNES))
     ]
-    order = (PACKS, PARTS)
-    return sorted(found, key=lambda key: (key.startswith(SNAPSHOTS), not key.startswith(order), key))
+    return sorted(found, key=writing_order)
+
+
+def announced_keys(store: Store) -> set[str]:
+    """What prunes are about to remove: some places may lack it already. Raises StorageError."""
+    doomed: set[str] = set()
+    for entry in store.list(PRUNES):
+        with contextlib.suppress(NotFound, DamagedError):
+            doomed |= {*read(store, entry.key, partial(unseal, kind=PruneDoc, key=entry.key)).keys}
+    return doomed
+
+
+def writing_order(key: str) -> tuple[bool, bool, str]:
+    """Sorts what a snapshot names before it: packs and parts, then other documents, then snapshots."""
+    return key.startswith(SNAPSHOTS), not key.startswith((PACKS, PARTS)), key

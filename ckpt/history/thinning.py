@@ -68,6 +68,9 @@ def plan_thinning(store: TieredStore, keep: Keep, *, orphans: bool = False) -> T
         everything = {need for document in documents.values() for need in _needs(document)}
         released |= on_fast.keys() - names.keys() - everything
     safe = _also_durable(store, {key: size for key, size in on_fast.items() if key in released - named})
+    if orphans and {entry.key for entry in store.fast.list(SNAPSHOTS)} - names.keys():
+        # Committed and copied since our listings: what it names looks like an orphan, and is none.
+        return plan_thinning(store, keep)
     keys = (*sorted(gone), *sorted(k for k in safe if k.startswith(PARTS)), *sorted(k for k in safe if k[:6] == PACKS))
     return ThinPlan(
         snapshots=tuple(sorted({names[key].id for key in gone})),
