@@ -42,8 +42,8 @@ def command(
     gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
     full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
     newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). a save every …: what an
-    adaptive cadence aims at. on: of a store of several places, which of them hold it. Where two have the same step, call
-    one by GENERATION/STEP.
+    adaptive cadence aims at. on: of a store of several places, which of them hold it. Where two have the same step,
+    call one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
