@@ -39,7 +39,7 @@ class Journals:
         return self._look(run)[1]
 
     def plan(self, base: SnapshotId, limit: int | None = None) -> ReplayPlan | None:
-        """How far the journal after a snapshot leads, and who replays what; None if nowhere."""
+        """How far the journal after a snapshot leads, and who replays what; None where the run is not known."""
         world_size, records = self._look(base.run)
         if not world_size:
             return None
@@ -48,8 +48,7 @@ class Journals:
             msgspec.msgpack.decode(data, type=tuple[list[int], int])
             for data in self._peers.gather(msgspec.msgpack.encode(mine))
         ]
-        plan = plan_replay(base, [reaches for reaches, _ in told], max(newest for _, newest in told), limit)
-        return plan if plan.target > base.step else None
+        return plan_replay(base, [reaches for reaches, _ in told], max(newest for _, newest in told), limit)
 
     def _look(self, run: RunId) -> tuple[int, Records]:
         found = self._known.get(run)

@@ -55,7 +55,9 @@ class Restored:
     def __str__(self) -> str:
         text = f"restored step {self.step} (generation {self.id.run.generation})"
         if self.replayed is not None:
-            text += f", replayed from step {self.id.step}; {self.lost} completed steps are lost"
+            text += f", replayed from step {self.id.step}"
+        if self.lost is not None:
+            text += f"; {self.lost} completed steps are lost"
         sources = ", ".join(f"{bytes_text(n)} {source}" for source, n in self.bytes.items()) or "nothing"
         text += f": {sources}; in {seconds_text(sum(self.seconds.values()))}"
         if self.skipped:

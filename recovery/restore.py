@@ -26,7 +26,6 @@ from recovery.attempt import Attempt, Documents
 from recovery.choose import Choice, Skipped, exhausted
 from recovery.choose_together import choose_together
 from recovery.forward import Forward
-from recovery.journaled import ReplayPlan
 from recovery.journaled_together import Journals, Ring
 from recovery.meter import Meter
 from recovery.parallel import THREADS
@@ -128,15 +127,18 @@ def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _
     nowhere. A step that was asked for by name is that one, or an error."""
     id_, wanted = place[4], choice.journaled
     limit = wanted
+    newest: int | None = None
     why = ""
     while journals is not None and (not choice.named or wanted is not None):
         plan = journals.plan(id_, limit)
-        if plan is None or (wanted is not None and plan.target != wanted):
+        if plan is not None:
+            newest = plan.newest
+        if plan is None or plan.target == id_.step or (wanted is not None and plan.target != wanted):
             break
         attempt = Forward(*place, records=journals.records(id_.run), replay=plan)
         found = attempt.follow_on()
         if isinstance(found, Documents):
-            return _Found(found, attempt.snapshot_parts, plan)
+            return _Found(found, attempt.snapshot_parts, plan.target, newest)
         if isinstance(found, Skip):
             return found
         why = found.why
@@ -153,16 +155,18 @@ def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _
             "'ckpt list' shows what there is"
         )
     alone = Attempt(*place).follow()
-    return alone if isinstance(alone, Skip) else _Found(alone, alone.parts, None)
+    return alone if isinstance(alone, Skip) else _Found(alone, alone.parts, None, newest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What became the state: documents of it, the snapshot's own parts, and what was replayed after it."""
+    """What became the state: documents of it, the snapshot's own parts, and the step to which it was replayed.
+    `newest`: the newest step that any rank is known to have completed."""
 
     documents: Documents
     parts: Mapping[int, Part]
-    replay: ReplayPlan | None
+    replayed: int | None
+    newest: int | None
 
 
 def _say(peers: Peers, id_: SnapshotId, reason: str) -> None:
@@ -185,6 +189,6 @@ def _restored(
         found.parts,
         own,
         () if holdings is None else tuple(map(str, holdings.problems)),
-        None if found.replay is None else found.replay.target,
-        None if found.replay is None else found.replay.lost,
+        found.replayed,
+        None if found.newest is None else max(0, found.newest - (found.replayed or documents.opened.id.step)),
     )
