@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,8 +45,24 @@ def journaled_optimizers(state: Mapping[str, object]) -> dict[str, torch.optim.O
     return found
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    return [group["params"] for group in optimizer.param_groups]
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The parameters of one group and their paths. `foreach`: what the optimizer decides where nobody said: by the
+    live parameters' types and devices, and plain tensors would decide otherwise."""
+
+    parameters: Sequence[torch.Tensor]
+    paths: tuple[str, ...]
+    foreach: bool
+
+
+def members_of(group: Mapping[str, Any], paths: Mapping[int, str]) -> Members:
+    parameters = list(group["params"])
+    foreach = _default_to_fused_or_foreach(parameters, False, use_fused=False)[1]
+    return Members(parameters, tuple(paths.get(id(p), "?") for p in parameters), foreach)
+
+
+def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def check_tables(before: Sequence[Shard], after: Sequence[Shard], optimizers: Mapping[str, object]) -> None:
@@ -65,6 +83,9 @@ def check_tables(before: Sequence[Shard], after: Sequence[Shard], optimizers: Ma
 def local_gradient(path: str, parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
+    plain = type(gradient) is torch.Tensor and type(parameter) is torch.nn.Parameter
+    if plain and gradient.layout is torch.strided and gradient.dtype is parameter.dtype:
+        return gradient  # torch sees to the shape
     sharded, mine = as_dtensor(gradient), as_dtensor(parameter)
     local = gradient if sharded is None else sharded._local_tensor
     own = parameter if mine is None else mine._local_tensor
@@ -76,17 +97,17 @@ def local_gradient(path: str, parameter: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any], *, foreach: bool) -> dict[str, Any]:
+    """Its options as plain data, with what the optimizer decides by itself."""
     options = plain_options(group)
     if options.get("foreach", False) is None and not options.get("fused"):
-        # Decided by the live parameters' types and devices: plain tensors would decide otherwise.
-        options["foreach"] = _default_to_fused_or_foreach(list(group["params"]), False, use_fused=False)[1]
+        options["foreach"] = foreach
     return options
 
 
 def same_groups(told: Groups, groups: Sequence[tuple[tuple[str, ...], dict[str, Any]]]) -> bool:
     return len(told) == len(groups) and all(
-        a is b or (a == b and repr(x) == repr(y)) for (a, x), (b, y) in zip(told, groups, strict=True)
+        a == b and x == y and repr(x) == repr(y) for (a, x), (b, y) in zip(told, groups, strict=True)
     )
 
 

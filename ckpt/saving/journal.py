@@ -32,12 +32,14 @@ from ckpt.mirror.ring import Ring
 from ckpt.options import Journal, seconds, size
 from ckpt.rolling import Groups, Rolled, Unlike, sum_of, sums_of
 from ckpt.saving.consuming import (
+    Members,
     check_tables,
     journaled_optimizers,
     local_gradient,
     members_of,
     options_of,
     same_groups,
+    same_objects,
     scale_of,
     tracked,
     version_of,
@@ -78,13 +80,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """The leaves of a state, told apart. `paths`: id of an optimizer's parameter → path. `stepped`: those that only
+    """The leaves of a state, told apart. `paths`: id of an optimizer's parameter → path;
+    `members`: name of an optimizer → its groups. `stepped`: those that only
     optimizers change; `watched`: all others."""
 
     shards: tuple[LiveShard, ...]
     table: tuple[Shard, ...]
     sizes: tuple[tuple[int, ...], ...]
     paths: Mapping[int, str]
+    members: Mapping[str, Sequence[Members]]
     stepped: Sequence[LiveShard]
     watched: Sequence[LiveShard]
 
@@ -154,16 +158,20 @@ class Journaling:
         assert parts is not None, "recording began with a look at the state"
         gradients: list[tuple[str, torch.Tensor]] = []
         groups: list[tuple[tuple[str, ...], dict[str, Any]]] = []
-        for group in optimizer.param_groups:
-            members = []
-            for parameter in group["params"]:
-                path = parts.paths.get(id(parameter))
-                if path is None:
-                    raise Unlike(f"{name}: a parameter of shape {list(parameter.shape)} was added since the last step")
-                members.append(path)
-                if parameter.grad is not None:
-                    gradients.append((path, local_gradient(path, parameter)))
-            groups.append((tuple(members), options_of(group)))
+        known = parts.members.get(name, ())
+        for n, group in enumerate(optimizer.param_groups):
+            members = known[n] if n < len(known) else None
+            if members is None or not same_objects(group["params"], members.parameters):
+                new = [p for p in group["params"] if id(p) not in parts.paths]
+                if new:
+                    raise Unlike(f"{name}: a parameter of shape {list(new[0].shape)} was added since the last step")
+                members = members_of(group, parts.paths)
+            gradients += [
+                (path, local_gradient(path, parameter))
+                for path, parameter in zip(members.paths, members.parameters, strict=True)
+                if parameter.grad is not None
+            ]
+            groups.append((members.paths, options_of(group, foreach=members.foreach)))
         told = self._told.get(name)
         same = told is not None and same_groups(told, groups)
         if not same:
@@ -330,14 +338,13 @@ class Journaling:
         self._recent.clear()
 
     def _told_apart(self, flat: Flat, before: _Parts | None) -> _Parts:
-        sizes = tuple(tuple(map(len, members_of(o))) for o in self._optimizers.values())
+        sizes = tuple(tuple(len(g["params"]) for g in o.param_groups) for o in self._optimizers.values())
         if before is not None and before.shards is flat.shards and before.sizes == sizes:
             return before
         names = self._names()
-        paths: dict[int, str] = {}
-        for optimizer in self._optimizers.values():
-            for members in members_of(optimizer):
-                paths.update((id(p), names[id(p)]) for p in members if id(p) in names)
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        paths = {id(p): names[id(p)] for group in groups for p in group["params"] if id(p) in names}
+        members = {name: [members_of(group, paths) for group in o.param_groups] for name, o in self._optimizers.items()}
         owned = set(paths.values())
         prefixes = tuple(f"{name}.state." for name in self._optimizers)
         stepped: list[LiveShard] = []
@@ -349,7 +356,7 @@ class Journaling:
         table = tuple(live.shard for live in flat.shards)
         if before is not None and table == before.table:
             table = before.table
-        return _Parts(flat.shards, table, sizes, paths, stepped, watched)
+        return _Parts(flat.shards, table, sizes, paths, members, stepped, watched)
 
     def _check_optimizers(self) -> None:
         now = {name: value for name, value in tracked(self._state).items() if isinstance(value, torch.optim.Optimizer)}
