@@ -6,8 +6,9 @@ A GPT in fp32 with AdamW trains on one thread. Bytes: of the records of one step
 parameter); with fp32 gradients, and with gradients rounded to bf16, as mixed precision reduces them. Blocked: what the
 optimizer's hook and `step()` keep the training thread, beside a plain copy of the same gradients into memory that is
 there, taken at the same moment; by the thread's processor time, since others may use the cores, and by the clock; on
-this model and on one of 40M parameters, where what Python takes does not show. Steps per second: stretches with and without the journal take turns. Replay: from the snapshot to the last step, as a restore
-does it, beside training the same steps. `--check` exits with 1 below a bar.
+this model, and on one of 40M parameters, where what Python takes does not show. Replay: from the snapshot to the last
+step, as a restore does it, beside training the same steps. Steps per second: stretches with and without the journal
+take turns. `--check` exits with 1 below a bar.
 """
 
 from __future__ import annotations
@@ -222,13 +223,15 @@ def main() -> int:
         size, state = record_bytes(options.params, some, True, folder / "b")
         print(f"bf16-exact gradients: {size / 1e6:.2f} MB a step")
         tell("state over record, bf16-exact gradients", state / size, LESS_HALF)
-        meter = blocked(options.params, options.steps, folder)
-        hook, step, copy = (1000 * statistics.median(x[0] for x in xs) for xs in (meter.hook, meter.step, meter.copy))
-        print(
-            f"processor time of the training thread: hook {hook:.2f} ms, step() {step:.2f} ms, plain copy {copy:.2f} ms"
-        )
-        print(f"blocked over a plain copy, by the clock: {meter.ratio(1):.2f}")
-        tell("blocked over a plain copy, processor time", meter.ratio(0), BLOCKED, most=True)
+        for config, bar in ((CONFIGS[options.params], None), (WIDE, BLOCKED)):
+            meter = blocked(config, options.steps, folder / str(config.width))
+            hook, step, copy = (
+                1000 * statistics.median(x[0] for x in xs) for xs in (meter.hook, meter.step, meter.copy)
+            )
+            print(f"training thread, processor time: hook {hook:.2f}, step() {step:.2f}, plain copy {copy:.2f} ms")
+            print(f"blocked over a plain copy: by the clock {meter.ratio(1):.2f}, processor time {meter.ratio(0):.2f}")
+            if bar is not None:
+                tell("blocked over a plain copy, processor time", meter.ratio(0), bar, most=True)
         again, trained = replay(options.params, some, folder)
         print(f"replay {1000 * again:.0f} ms a step, training {1000 * trained:.0f} ms a step (processor time)")
         tell("training over replay", trained / again, REPLAY)
