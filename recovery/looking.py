@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId
 from ckpt.history import catalog
+from recovery.journaled import find_base
 from storage_backends import open_store
 from storage_backends.base import Store
 
@@ -110,9 +113,9 @@ class History:
         """
         from recovery.compare import compare  # numpy, which listing does without
 
-        seen = self.look()
         patterns = [names] if isinstance(names, str) else names
-        return compare(self.store, catalog.find(seen, a), catalog.find(seen, b), patterns)
+        with with_journaled(self.store, self.look(), a, b) as (store, seen):
+            return compare(store, catalog.find(seen, a), catalog.find(seen, b), patterns)
 
     def du(self, step: int | str | None = None) -> Usage:
         """What the history takes up: every step, and the classes of leaves of the snapshot `step` (the newest).
@@ -129,6 +132,35 @@ class History:
         if id_ is None:
             return whole_store(seen, None, {})
         return whole_store(seen, id_, Followed(self.store, id_).parts)
+
+
+@contextlib.contextmanager
+def with_journaled(
+    store: Store, seen: catalog.History, *names: int | str
+) -> Iterator[tuple[Store, catalog.History]]:  # fmt: skip
+    """The store, and a look at it, where each of these names is a snapshot: journaled steps among them are replayed,
+    and laid over it for as long as this lasts.
+
+    Raises:
+        NoSnapshot: one is neither a snapshot nor a journaled step.
+        DamagedError: it cannot be replayed.
+    """
+    steps = []
+    for name in names:
+        try:
+            catalog.find(seen, name)
+        except NoSnapshot:
+            base = find_base(store, seen, name)
+            if base is None:
+                raise
+            steps.append(base)
+    if not steps:
+        yield store, seen
+        return
+    from recovery.overlay import overlaid  # torch, which nothing else here needs
+
+    with overlaid(store, steps) as over:
+        yield over, catalog.read_history(over, known=seen)
 
 
 def listed(history: catalog.History, id_: SnapshotId) -> Listed:

@@ -26,6 +26,7 @@ from ckpt.cli.spelling import jsonable, value_text
 from ckpt.history.catalog import find, read_history
 from recovery.compare import Difference, Form, LeafChange, Verdict, compare
 from recovery.compare_values import ValueChange
+from recovery.looking import with_journaled
 from recovery.paths import natural
 
 VALUE_WIDTH = 60
@@ -56,6 +57,8 @@ def command(
 ) -> None:
     """Compare two snapshots, leaf by leaf.
 
+    A journaled step is replayed first, in a temporary folder.
+
     changed: share of the elements whose bits differ; the sign of zero and what a NaN carries count. rel norm: norm of
     the difference over the norm of A, both over the chunks that differ, since equal ones are not read; values that are
     not finite are left out, and counted. largest: largest change of one element.
@@ -65,8 +68,8 @@ def command(
     store = open_url(url, storage_option)
     with bar("reading snapshots", quiet=as_json) as shown:
         seen = read_history(shown.reads(store, documents))
-    with bar("comparing", quiet=as_json) as shown:
-        found = compare(store, find(seen, a), find(seen, b), only, watch=shown)
+    with with_journaled(store, seen, a, b) as (over, looked), bar("comparing", quiet=as_json) as shown:
+        found = compare(over, find(looked, a), find(looked, b), only, watch=shown)
     if as_json:
         print_json(
             {

@@ -13,6 +13,7 @@ from ckpt.cli.progress import bar, documents, own_documents
 from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, printable, warn
 from ckpt.history.catalog import find, read_history
 from ckpt.options import size
+from recovery.looking import with_journaled
 from recovery.outward import Export, open_export
 
 
@@ -44,6 +45,8 @@ def command(
 ) -> None:
     """Write a snapshot as safetensors, torch or DCP.
 
+    A journaled step is replayed first, in a temporary folder.
+
     safetensors: a folder of model.safetensors, or of several files and an index, as transformers opens it; one file if
     OUT ends in .safetensors. torch: a file for torch.load(OUT, weights_only=True), a dict. dcp: a folder for
     torch.distributed.checkpoint.load. Bits are those that were saved. OUT appears when it is whole.
@@ -53,14 +56,15 @@ def command(
     limit = size(shard_size)
     store = open_url(url, storage_option)
     with bar("reading snapshots", quiet=as_json) as shown:
-        history = read_history(shown.reads(store, documents))
+        seen = read_history(shown.reads(store, documents))
+    with with_journaled(store, seen, step) as (over, history):
         id_ = find(history, step)
-    with bar(f"reading step {id_.step}", quiet=as_json) as shown:
-        shown.expect(own_documents(history, id_))
-        export = open_export(shown.reads(store), id_, names)
-    with bar(f"writing {out.name}", quiet=as_json) as shown:
-        shown.expect(export.nbytes)
-        files, left_out = _write(replace(export, watch=shown), out, to, limit)
+        with bar(f"reading step {id_.step}", quiet=as_json) as shown:
+            shown.expect(own_documents(history, id_))
+            export = open_export(shown.reads(over), id_, names)
+        with bar(f"writing {out.name}", quiet=as_json) as shown:
+            shown.expect(export.nbytes)
+            files, left_out = _write(replace(export, watch=shown), out, to, limit)
     if as_json:
         print_json(
             {

@@ -23,6 +23,7 @@ from ckpt.cli.screen import (
 )
 from ckpt.format.kinds import KINDS
 from ckpt.history.catalog import History as Look
+from recovery.journaled import covered
 from recovery.looking import History, Listed, listed
 from recovery.quantities import seconds_text
 from storage_backends.copies import Copied
@@ -42,17 +43,20 @@ def command(
     gen: which start of the job saved it. stored: bytes that this save put on the store, in which kinds of encoding.
     full size: bytes of the whole state. abandoned: the job went back and took another way; it does not lead to the
     newest snapshot. weights only: its optimizers were taken out (ckpt prune --moments-last). a save every …: what an
-    adaptive cadence aims at. on: of a store of several places, which of them hold it. Where two have the same step,
-    call one by GENERATION/STEP.
+    adaptive cadence aims at. on: of a store of several places, which of them hold it. journal to step N: every step
+    from the snapshot to N can be replayed from records on the store (ckpt diff, ckpt export, ckpt.load). Where two have
+    the same step, call one by GENERATION/STEP.
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
     store = open_url(url, storage_option)
     with bar("reading snapshots", quiet=as_json) as shown:
         history = History(shown.reads(store, documents)).look()
+        journal = covered(store, history)
     places = {name: place.url for name, place in store.places.items()} if isinstance(store, Copied) else {}
     if as_json:
-        print_json(_document(history) | ({"places": places} if places else {}))
+        more: dict[str, Any] = {"journal": {str(id_): step for id_, step in sorted(journal.items())}}
+        print_json(_document(history) | more | ({"places": places} if places else {}))
         return
     rows = []
     for snapshot in (listed(history, id_) for id_ in sorted(history.snapshots)):
@@ -63,6 +67,8 @@ def command(
             notes.append("weights only")
         if snapshot.cadence is not None:
             notes.append(f"a save every {seconds_text(snapshot.cadence)}")
+        if snapshot.id in journal:
+            notes.append(f"journal to step {journal[snapshot.id]}")
         rows.append(
             [
                 str(snapshot.step),

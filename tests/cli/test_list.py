@@ -132,7 +132,7 @@ def test_an_empty_folder_or_none_at_all_has_no_snapshots(ckpt: Ckpt, tmp_path: P
         folder.mkdir()
     said = ckpt("list", folder)
     assert (said.code, said.out, said.err) == (0, f"no snapshots on {folder}\n", "")
-    assert ckpt("list", folder, "--json").json == {"snapshots": [], "newest": None, "problems": []}
+    assert ckpt("list", folder, "--json").json == {"snapshots": [], "newest": None, "problems": [], "journal": {}}
     assert folder.exists() == there, "looking must not make a store"
 
 

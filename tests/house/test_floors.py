@@ -54,6 +54,7 @@ TORCH = {
     "recovery.foreign_torch",
     "recovery.forward",
     "recovery.load",
+    "recovery.overlay",
     "recovery.place",
     "recovery.replay",
     "recovery.restore",
