@@ -121,7 +121,8 @@ class Tenure:
                 "fresh=True; call restore() first, pass fresh=True to start a new line, or choose another URL"
             )
         ensure_store(self._store)
-        ensure_store(near(self._store))
+        if (fast := near(self._store)) is not self._store:
+            ensure_store(fast)
         run = open_run(
             self._store,
             self._clock,

@@ -101,7 +101,8 @@ def publish(
     step = _Step(store, id, rank, world_size, own, breathe, threads)
     began = clock.monotonic()
     distance = (rank - id.step) % world_size
-    turn = began + min(2 * usual + distance * max(STAGGER, min(usual, LAST_PAUSE)), wait / 2)
+    later = 2 * usual + distance * max(STAGGER, min(usual, LAST_PAUSE)) if distance else 0.0
+    turn = began + min(later, wait / 2)
     pause = min(max(FIRST_PAUSE, usual / 2), LAST_PAUSE)
     fresh = distance == 0  # nobody but this rank has had time to commit, so it need not look for that first
     if distance and usual and not stopped():

@@ -17,7 +17,7 @@ import platform
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -41,7 +41,7 @@ from ckpt.format.names import (
 )
 from ckpt.history.clock import Clock
 from ckpt.history.copies import read
-from storage_backends.base import NotFound, Store
+from storage_backends.base import Entry, NotFound, Store
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,11 @@ def history_exists(store: Store) -> bool:
 
 def newest_run(store: Store) -> RunId | None:
     """The newest run that has a document; by its name, so a damaged document counts too."""
-    return max((run for e in store.list(RUNS) if (run := parse_run_key(e.key))), default=None)
+    return _newest(store.list(RUNS))
+
+
+def _newest(entries: Sequence[Entry]) -> RunId | None:
+    return max((run for e in entries if (run := parse_run_key(e.key))), default=None)
 
 
 def open_run(
@@ -147,12 +151,12 @@ def open_run(
         StorageError: the store failed; the document may have landed, and then only takes a generation.
     """
     settled: RunId | None = None
-    while (newest := newest_run(store)) is not None and newest != settled:
+    while (newest := _newest(runs := store.list(RUNS))) is not None and newest != settled:
         waited = _take_over(store, clock, newest, who, interval)
         settled = newest
         if not waited:
             break
-    run = RunId(1 + _largest_generation(store, newest), nonce())
+    run = RunId(1 + _largest_generation(store, runs), nonce())
     if run.generation > MAX_GENERATION:
         raise DamagedError(
             f"{store.url}: expected generations up to {MAX_GENERATION}, found names of generation "
@@ -320,11 +324,12 @@ def _alive(store: Store, run: RunId) -> Alive | None:
     return doc if doc.run == str(run) else None
 
 
-def _largest_generation(store: Store, newest: RunId | None) -> int:
-    """The largest generation that any name tells of, whether or not its run's document is (still) there."""
-    largest = 0 if newest is None else newest.generation
+def _largest_generation(store: Store, runs: Sequence[Entry]) -> int:
+    """The largest generation that any name tells of, whether or not its run's document is (still) there. `runs`: what
+    lies under runs/."""
+    largest = 0
     for prefix in (RUNS, SNAPSHOTS, PARTS, PACKS):
-        for entry in store.list(prefix):
+        for entry in runs if prefix == RUNS else store.list(prefix):
             run = RunId.parse(entry.key[len(prefix) :][:15])
             if run is not None:
                 largest = max(largest, run.generation)
