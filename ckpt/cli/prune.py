@@ -115,8 +115,8 @@ def command(
     leave = duration("--grace", grace)
     store = open_url(url, storage_option)
     if fast:
-        if remove or keep.everything:
-            raise ValueError("--fast goes by the --keep policies; leave out --remove and --leftovers")
+        if remove or keep.everything or keep.moments_last is not None:
+            raise ValueError("--fast goes by the --keep policies; leave out --remove, --leftovers and --moments-last")
         thin(store, keep, dry_run, as_json)
         return
     with bar("reading snapshots", quiet=as_json) as shown:

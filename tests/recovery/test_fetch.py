@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from ckpt.errors import Refused, Unavailable
 from ckpt.format.manifest import Blob, digest64
 from recovery.fetch import Tally, fetch, merge
+from storage_backends.fanout import FanoutStore
 from storage_backends.memory import MemoryStore
 from tests.support.faulty import FaultyStore
+from tests.support.stores import flipped
 
 
 def _blob(start: int, stop: int, pack: str = "p", data: bytes = b"") -> Blob:
@@ -135,3 +137,24 @@ def test_gaps_are_not_kept_alive_by_the_blobs_around_them() -> None:
     store, blobs = _packed(b"one", filler, b"two")
     found = fetch(store, [blobs[0], blobs[2]])
     assert all(len(view.obj) < 10 for view in found.data.values())
+
+
+def test_blobs_that_are_bad_or_gone_in_one_place_come_from_the_next_and_are_noted() -> None:
+    """Two copies of a pack, each of which has lost another blob; and one that is gone, and one that is cut."""
+    one, other = MemoryStore("one"), MemoryStore("other")
+    data = [bytes([n]) * 100 for n in range(4)]
+    blobs = [Blob(f"packs/{k}", 100 * n, 100 * n + 100, 0, digest64(d)) for k in "abc" for n, d in enumerate(data)]
+    for place in (one, other):
+        for k in "abc":
+            place.put(f"packs/{k}", b"".join(data))
+    flipped(one, "packs/a", 5)
+    flipped(other, "packs/a", 8 * 350)
+    one.delete(["packs/b"])
+    one.put("packs/c", one.get("packs/c")[:150])
+    store = FanoutStore(one, other)
+    tally = Tally()
+    fetched = fetch(store, blobs, tally)
+    assert fetched.faults == {}
+    assert [bytes(fetched.data[blob]) for blob in blobs] == data * 3
+    assert set(store.slips.take()) == {"packs/a", "packs/b", "packs/c"}
+    assert fetch(one, blobs).faults.keys() == {blobs[0], *blobs[4:8], *blobs[9:]}
