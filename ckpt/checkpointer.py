@@ -52,6 +52,7 @@ from recovery.restore import restore as restore_state
 from recovery.survey import survey
 from storage_backends import open_store
 from storage_backends.base import Store
+from storage_backends.throttle import limited
 from storage_backends.tiered import near
 
 log = logging.getLogger("ckpt")
@@ -128,8 +129,9 @@ class Checkpointer:
             ranks, self._mirror, chunk=size(opt.chunk), replica_check=opt.replica_check, overlap=overlaps
         )
         self._position = Position()
+        behind = limited(self._store, opt.limits)
         self._writer = Writer(
-            near(self._store),
+            near(behind),
             self._clock,
             WriterSettings(
                 amplification=opt.restore_amplification,
@@ -140,16 +142,15 @@ class Checkpointer:
         self._sweeper: Sweeper | None = None
         if keep is not None and self._ranks.rank == 0:
             self._sweeper = Sweeper(
-                self._store,
+                behind,
                 self._clock,
                 keep,
                 grace=seconds(opt.grace),
                 listing_lag=seconds(opt.listing_lag),
                 breath=Breath,
             )
-        self._copier = Copier(
-            self._store, chores(self._store, self._clock, ranks.rank, ranks.world_size), lambda: self._tenure.run
-        )
+        todo = chores(behind, self._clock, ranks.rank, ranks.world_size)
+        self._copier = Copier(behind, todo, lambda: self._tenure.run)
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper, self._pace)
         self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)

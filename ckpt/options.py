@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt.format.shards import DEFAULT_CHUNK, MAX_CHUNK, SMALL_LEAF
+from storage_backends.throttle import Limits
 
 Duration = str | float | int
 Size = str | int
+Rate = str | float
 
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {
@@ -18,6 +21,7 @@ _BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_PER_SECOND = re.compile(r"(.*)/\s*s(?:ec)?\s*")
 
 
 def seconds(value: Duration) -> float:
@@ -28,6 +32,26 @@ def seconds(value: Duration) -> float:
 def size(value: Size) -> int:
     """``"256MB"``, ``"512KiB"`` or a number of bytes → bytes. Raises ValueError."""
     return int(_quantity(value, _BYTES, "a size such as '256MB', '512KiB' or a number of bytes"))
+
+
+def byte_rate(value: Rate) -> float:
+    """``"200MB/s"`` or a number of bytes per second → bytes per second. Raises ValueError."""
+    return _rate(value, size, "bytes per second, such as '200MB/s', or a number of at least 1")
+
+
+def request_rate(value: Rate) -> float:
+    """``"50/s"`` or a number per second → requests per second. Raises ValueError."""
+    return _rate(value, float, "requests per second, such as '50/s', or a number above 0")
+
+
+def _rate(value: Rate, number: Callable[[str], float], expected: str) -> float:
+    found: float = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    if isinstance(value, str) and (text := _PER_SECOND.fullmatch(value)):
+        with contextlib.suppress(ValueError):
+            found = number(text[1])
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{value!r}: expected {expected}")
+    return found
 
 
 def _quantity(value: str | float, units: dict[str, float] | dict[str, int], expected: str) -> float:
@@ -67,6 +91,12 @@ class Options:
             data position: return None to begin the data anew) and each such per-rank tensor (by its path). `values`
             by stored rank; returns what `rank` of the new `world_size` takes. None: such a restore is refused. Random
             states need no rule.
+        bandwidth: how many bytes per second this rank's saves send at most (``"200MB/s"``; None: no limit), prunes and
+            copies between places included; of a store of several places, to each of them. An average: single packs, of
+            at most 16 MiB, go at the speed of the line. Restores and the records of a journal are not held back.
+            `close()` waits for what is.
+        requests: how many requests per second they make at most, such as ``"50/s"``. Without it too, a store that
+            answers "slow down" is asked half as often, and gradually more from then on.
         heartbeat: how often a run says that it is alive. A silent run is taken over after three of these.
     """
 
@@ -81,6 +111,8 @@ class Options:
     memory: Size = "256MB"
     on_resize: Callable[[str, Sequence[Any], int, int], Any] | None = None
     heartbeat: Duration = "10s"
+    bandwidth: Rate | None = None
+    requests: Rate | None = None
 
     def __post_init__(self) -> None:
         if not self.restore_amplification >= 1:
@@ -92,15 +124,25 @@ class Options:
             raise ValueError(f"replica_check={self.replica_check!r}: expected 0 (never) or a number of saves")
         if self.on_error not in ("warn", "raise"):
             raise ValueError(f"on_error={self.on_error!r}: expected 'warn' or 'raise'")
-        for name in ("commit_wait", "grace", "listing_lag", "heartbeat", "group_timeout"):
+        durations = ("commit_wait", "grace", "listing_lag", "heartbeat", "group_timeout")
+        readers: list[tuple[str, Callable[[Any], float]]] = [(name, seconds) for name in durations]
+        for name, read in (*readers, ("bandwidth", byte_rate), ("requests", request_rate)):
             value = getattr(self, name)
             if value is not None:
                 try:
-                    seconds(value)
+                    read(value)
                 except ValueError as error:
                     raise ValueError(f"{name}={error}") from None
         if size(self.memory) < 64 << 20:
             raise ValueError(f"memory={self.memory!r}: expected at least 64MiB")
+
+    @property
+    def limits(self) -> Limits:
+        """`bandwidth` and `requests`, read."""
+        return Limits(
+            None if self.bandwidth is None else byte_rate(self.bandwidth),
+            None if self.requests is None else request_rate(self.requests),
+        )
 
 
 _STEPS = re.compile(r"\s*(\d+)\s*steps?\s*")

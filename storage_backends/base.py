@@ -7,7 +7,7 @@ so no key can leave the store's root. Faults, retries, limits and tiers are wrap
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -22,7 +22,10 @@ class StorageError(Exception):
         key: the key or prefix concerned.
         attempts: how often it was tried.
         seconds: time spent on all attempts.
+        held: how many of these seconds a limit that the user set held it back; no deadline counts them.
     """
+
+    held = 0.0
 
     def __init__(self, message: str, *, store: str, key: str, attempts: int = 1, seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -38,6 +41,10 @@ class NotFound(StorageError):  # noqa: N818 - a name of the public surface
 
 class Unavailable(StorageError):  # noqa: N818
     """Timeouts, throttling, resets, short reads: worth trying again; when a user sees it, it has been."""
+
+
+class Throttled(Unavailable):
+    """The store asks to be asked less often. Nothing that a user does differently for it; our own traffic does."""
 
 
 class Refused(StorageError):  # noqa: N818
@@ -141,9 +148,17 @@ def past_the_end(key: str, start: int, stop: int, size: int, *, store: str) -> R
     return Refused(f"{asked}: it is cut short, or another object", store=store, key=key)
 
 
+def most_hopeful(errors: Iterable[StorageError]) -> type[StorageError]:
+    """What several failures are together: `Unavailable` if trying again may help any of them (`Throttled`, if only at
+    a slower pace), else `Refused`."""
+    found = list(errors)
+    kinds = (kind for kind in (Throttled, Unavailable) if any(isinstance(error, kind) for error in found))
+    return next(kinds, Refused)
+
+
 def delete_failed(failures: Sequence[tuple[str, StorageError]], asked: int, *, store: str) -> StorageError:
-    """One error for the keys of a `Store.delete` that are still there: `Unavailable` if trying again may help any."""
+    """One error for the keys of a `Store.delete` that are still there."""
     first, cause = failures[0]
-    kind = Unavailable if any(isinstance(error, Unavailable) for _, error in failures) else Refused
+    kind = most_hopeful(error for _, error in failures)
     message = f"{store}: {len(failures)} of {asked} objects could not be removed, first {first}: {cause}"
     return kind(message, store=store, key=first)

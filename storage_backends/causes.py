@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from storage_backends.base import NotFound, Refused, StorageError, Unavailable
+from storage_backends.base import NotFound, Refused, StorageError, Throttled, Unavailable
 
 # By number rather than by exception class: Python has no class for ENOSPC, EROFS or ESTALE.
 REFUSED_ERRNOS = frozenset(
@@ -73,10 +73,24 @@ TRANSIENT_CODES = frozenset(
         "OperationAborted",
         "OperationTimedOut",
         "RequestTimeout",
+    }
+)
+# What S3 and its likes, Azure and Google say where they would rather be asked less. "ServiceUnavailable" also comes
+# from a server that is not up yet, where asking less often does no harm.
+THROTTLED_CODES = frozenset(
+    {
+        "BandwidthLimitExceeded",
+        "EC2ThrottledException",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
         "ServerBusy",
         "ServiceUnavailable",
         "SlowDown",
         "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "TooManyRequestsException",
     }
 )
 # Exceptions that are no OSError and carry no status, by class name: importing their libraries for `isinstance` would
@@ -103,13 +117,16 @@ MISTAKES = (ValueError, TypeError, AttributeError, ImportError, KeyError)
 
 
 def meaning(error: BaseException) -> type[StorageError]:
-    """`NotFound`, `Unavailable` or `Refused`, by the first link in the chain of causes that is sure."""
+    """`NotFound`, `Unavailable` (`Throttled`, where that is why) or `Refused`, by the first link in the chain of causes
+    that is sure."""
     links = list(_chain(error))
     # Codes first, over the whole chain: a translated outer exception knows less than the answer it was made from.
     for link in links:
         code = _code(link)
         if code in REFUSED_CODES:
             return Refused
+        if code in THROTTLED_CODES:
+            return Throttled
         if code in TRANSIENT_CODES:
             return Unavailable
     for link in links:
@@ -157,7 +174,9 @@ def _by_status(status: int) -> type[StorageError] | None:
     match status:
         case 404 | 410:
             return NotFound
-        case 408 | 409 | 425 | 429:
+        case 429 | 503:
+            return Throttled
+        case 408 | 409 | 425:
             return Unavailable
         case _ if status >= 500 and status not in (501, 505, 507):
             return Unavailable

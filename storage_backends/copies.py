@@ -57,7 +57,7 @@ class Copied(Store, Protocol):
 
     def over(self, wrap: Callable[[Store], Store]) -> Store:
         """The same store with every place wrapped: limits and encryption belong under the copies, where a copy that
-        fails alone is noticed alone."""
+        fails alone is noticed alone. What is known of the copies (`slips`, what a place lacks) both know."""
         ...
 
 

@@ -14,6 +14,7 @@ places with at_least=1, by taking the emptier one for the truth.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from storage_backends.base import (
     check_key,
     check_prefix,
     check_range,
+    most_hopeful,
 )
 from storage_backends.copies import Slips, united, wrapped
 from storage_backends.parallel import each
@@ -63,7 +65,7 @@ class FanoutStore:
             raise Refused(f"at_least={at_least!r}: expected 1 to {count}, the places", store="fanout", key="")
         self._places = {str(n): place for n, place in enumerate(places, 1)}
         self._lock = threading.Lock()
-        self._heard = False
+        self._heard = threading.Event()
         self._missed: dict[str, set[str]] = {}
         self._away: set[str] = set()
         self.slips = Slips()
@@ -88,7 +90,10 @@ class FanoutStore:
         return {name: self._places[name] for name in ordered}
 
     def over(self, wrap: Callable[[Store], Store]) -> Store:
-        return FanoutStore(*(wrapped(place, wrap) for place in self._places.values()), at_least=self._at_least)
+        # Not a new one: which copies a place lacks is true however it was written, and is made up for by either.
+        other = copy.copy(self)
+        other._places = {name: wrapped(place, wrap) for name, place in self._places.items()}
+        return other
 
     def missed(self) -> dict[str, tuple[str, ...]]:
         """What this process wrote and which places lack: key → their names, in the order in which it was written."""
@@ -159,7 +164,7 @@ class FanoutStore:
                     self._missed[key] = left
         if failed:
             first = next(iter(failed.values()))
-            kind = Unavailable if any(isinstance(error, Unavailable) for error in failed.values()) else Refused
+            kind = most_hopeful(failed.values())
             raise kind(f"{self.url}: {first}", store=self.url, key=first.key) from first
 
     def _ask_all(
@@ -223,13 +228,13 @@ class FanoutStore:
         """Whether what these places say together is the whole truth (see above)."""
         with self._lock:
             if len(answered) > len(self._places) - self._at_least:
-                self._heard = True
+                self._heard.set()
                 return True
             behind: set[str] = set().union(*self._missed.values())
-            return self._heard and any(name not in behind for name in answered)
+            return self._heard.is_set() and any(name not in behind for name in answered)
 
     def _too_few(self, verb: str, key: str, failed: Mapping[str, StorageError]) -> StorageError:
-        kind = Unavailable if any(isinstance(error, Unavailable) for error in failed.values()) else Refused
+        kind = most_hopeful(failed.values())
         first = next(iter(failed.values()))
         needed = self._at_least if verb == "put" else len(self._places) - self._at_least + 1
         done = len(self._places) - len(failed)
@@ -237,6 +242,6 @@ class FanoutStore:
             f"{self.url}: could not {verb} {key!r}: {done} of {len(self._places)} places answered, needed are {needed} "
             f"(at_least={self._at_least}); {first}"
         )
-        if verb != "put" and kind is Unavailable:
+        if verb != "put" and kind is not Refused:
             message += "; bring it back, or give the URL of one that is there to go on with that alone"
         return kind(message, store=self.url, key=key, attempts=first.attempts, seconds=first.seconds)

@@ -36,6 +36,9 @@ class RetryingStore:
         deadline: seconds after which no further attempt starts. It cannot cut an attempt short: that is the timeout
             of the backend.
         sleep, now: injected by tests, so that they wait for nothing.
+
+    Time in which a limit of the user's held an attempt back (`StorageError.held`) does not count: else a slow limit
+    would leave no time to try again in.
     """
 
     def __init__(
@@ -56,6 +59,10 @@ class RetryingStore:
     @property
     def url(self) -> str:
         return self._store.url
+
+    def below(self, wrap: Callable[[Store], Store]) -> Store:
+        """The same with what it asks wrapped, so that the wrapper sees each attempt."""
+        return RetryingStore(wrap(self._store), deadline=self._deadline, sleep=self._sleep, now=self._now)
 
     def put(self, key: str, data: Buffer) -> None:
         self._persist("put", key, lambda: self._store.put(key, data))
@@ -78,9 +85,11 @@ class RetryingStore:
         def spent() -> float:
             return self._now() - began
 
+        held = 0.0
+
         def out_of_time(state: tenacity.RetryCallState) -> bool:
             # Counts the pause that would come next: waiting past the deadline to give up then helps nobody.
-            return spent() + state.upcoming_sleep > self._deadline
+            return spent() - held + state.upcoming_sleep > self._deadline
 
         def note(state: tenacity.RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
@@ -98,9 +107,13 @@ class RetryingStore:
         tries = 0
 
         def attempt() -> T:
-            nonlocal tries
+            nonlocal tries, held
             tries += 1
-            return do()
+            try:
+                return do()
+            except Unavailable as error:
+                held += error.held
+                raise
 
         try:
             return attempts(attempt)

@@ -15,6 +15,7 @@ other's parts on it. Opening a run checks that, and refuses what is not (`ckpt.t
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -91,7 +92,9 @@ class TieredStore:
         return {DURABLE: self.durable, FAST: self.fast} if self._has_authority() else {FAST: self.fast}
 
     def over(self, wrap: Callable[[Store], Store]) -> Store:
-        return TieredStore(wrapped(self.fast, wrap), wrapped(self.durable, wrap), keep_fast=self.keep_fast)
+        other = copy.copy(self)
+        other.fast, other.durable = wrapped(self.fast, wrap), wrapped(self.durable, wrap)
+        return other
 
     def put(self, key: str, data: Buffer) -> None:
         check_key(key, store=self.url)

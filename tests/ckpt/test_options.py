@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.options import Options, seconds, size
+from storage_backends.throttle import Limits
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,16 @@ def test_durations_are_text_or_seconds(text: str | float, expected: float) -> No
 )
 def test_sizes_are_text_or_bytes(text: str | int, expected: int) -> None:
     assert size(text) == expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("200MB/s", 2e8), ("1.5 MiB / s", 1572864), (1e6, 1e6), ("5b/sec", 5)])
+def test_bandwidths_are_text_or_bytes_per_second(value: str | float, expected: float) -> None:
+    assert Options(bandwidth=value).limits == Limits(bandwidth=expected)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("50/s", 50), ("0.5 / s", 0.5), (20, 20)])
+def test_requests_are_text_or_a_number_per_second(value: str | float, expected: float) -> None:
+    assert Options(requests=value).limits == Limits(requests=expected)
 
 
 @pytest.mark.parametrize("text", ["", "10", "ten min", "-3s", -1, True, None, "3 parsecs"])
@@ -40,6 +51,14 @@ def test_nonsense_is_refused_and_says_what_was_expected(text: object) -> None:
         ("commit_wait", "soon"),
         ("grace", -1),
         ("memory", "1MB"),
+        ("bandwidth", "200MB"),
+        ("bandwidth", "0MB/s"),
+        ("bandwidth", "fast/s"),
+        ("bandwidth", True),
+        ("requests", "50"),
+        ("requests", 0),
+        ("requests", float("inf")),
+        ("requests", "nan/s"),
     ],
 )
 def test_a_wrong_option_is_named_at_once(name: str, value: object) -> None:

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from storage_backends.base import NotFound, Refused, StorageError, Unavailable
+from storage_backends.base import NotFound, Refused, StorageError, Throttled, Unavailable
 from storage_backends.causes import REFUSED_ERRNOS, TRANSIENT_ERRNOS, meaning, telling
 
 
@@ -65,16 +65,18 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (FileExistsError(), Refused),
         (SSHException("channel closed"), Unavailable),
         (RuntimeError("who knows"), Unavailable),
-        (ClientError("SlowDown", 503), Unavailable),
+        (ClientError("SlowDown", 503), Throttled),
+        (ClientError("InternalError", 500), Unavailable),
         (ClientError("NoSuchKey", 404), NotFound),
         (ClientError("AccessDenied", 403), Refused),
-        (HttpResponseError(429), Unavailable),
+        (HttpResponseError(429), Throttled),
+        (HttpResponseError(503, "ServerBusy"), Throttled),
         (HttpResponseError(500), Unavailable),
         (HttpResponseError(416), Refused),
         (HttpResponseError(501), Refused),
         (HttpResponseError(404, "BlobNotFound"), NotFound),
         (HttpResponseError(404, "ContainerNotFound"), Refused),
-        (HttpError("503"), Unavailable),
+        (HttpError("503"), Throttled),
         (HttpError(401), Refused),
         (NoCredentialsError(), Refused),
     ],
@@ -92,14 +94,14 @@ def test_one_exception_by_itself(error: Exception, kind: type[StorageError]) -> 
         # … and a body damaged on its way like a wrong argument.
         (caused(OSError(errno.EINVAL, "digest"), ClientError("BadDigest", 400)), Unavailable),
         (caused(OSError(errno.EINVAL, "range"), ClientError("InvalidRange", 416)), Refused),
-        (caused(OSError(errno.EBUSY, "slow"), ClientError("SlowDown", 503)), Unavailable),
+        (caused(OSError(errno.EBUSY, "slow"), ClientError("SlowDown", 503)), Throttled),
         # adlfs wraps what went wrong in a RuntimeError.
         (caused(RuntimeError("Failed to remove"), HttpResponseError(403)), Refused),
-        (caused(RuntimeError("Failed to remove"), HttpResponseError(503)), Unavailable),
+        (caused(RuntimeError("Failed to remove"), HttpResponseError(503)), Throttled),
         (caused(RuntimeError("outer"), caused(RuntimeError("inner"), PermissionError())), Refused),
         (caused(NotFound("x", store="s", key="k"), ConnectionError()), NotFound),
         # azure's library trips over an error whose body it does not know.
-        (caused(TypeError("unsupported operand"), HttpResponseError(503)), Unavailable),
+        (caused(TypeError("unsupported operand"), HttpResponseError(503)), Throttled),
         (caused(TypeError("unsupported operand"), HttpResponseError(403)), Refused),
         (caused(RuntimeError("outer"), ValueError("wrong option")), Refused),
     ],
