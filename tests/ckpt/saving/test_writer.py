@@ -23,8 +23,8 @@ from ckpt.format.names import RunId, run_key
 from ckpt.history import commit
 from ckpt.history.clock import SystemClock
 from ckpt.saving.job import Failed, Outcome, Saved, SaveJob
-from ckpt.saving.writer import Writer, WriterSettings
-from storage_backends.base import Refused, Store, Unavailable
+from ckpt.saving.writer import UPLOADS, Writer, WriterSettings
+from storage_backends.base import Buffer, Refused, Store, Unavailable
 from storage_backends.memory import MemoryStore
 from tests.ckpt.saving.jobs import RUN, Saver, State, bf16, chunks_of, fp32, holds, job_of, part_of, snapshots
 from tests.support.faulty import Crash, FaultyStore, GateStore
@@ -49,6 +49,31 @@ def states(count: int) -> list[State]:
             }
         )
     return found
+
+
+class Counting(MemoryStore):
+    """How many puts were under way at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = self.most = 0
+        self._both = threading.Barrier(UPLOADS)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        if key.startswith("packs/"):
+            self._both.wait(60)  # so that each waits for as many as are allowed
+        super().put(key, data)
+        self._now -= 1
+
+
+def test_transfers_are_parallel_and_bounded() -> None:
+    store = Counting()
+    state: State = {"t": fp32(np.random.default_rng(0).standard_normal(64 * 1024))}
+    saved = Saver(store, WriterSettings(workers=1, pack_limit=1 << 15)).saved(state, 1)
+    assert saved.report.packs > 5 and saved.report.packs % UPLOADS == 0
+    assert store.most == UPLOADS
 
 
 # --- the hand-over ---------------------------------------------------------------------------------------------------
