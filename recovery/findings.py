@@ -46,15 +46,12 @@ class Trouble:
         """One finding for the pack, however many chunks of however many steps need it."""
         if not self.dependents:
             name = PackName.parse(key)
-            harm = (
-                "every blob that a snapshot needs from it is whole"
-                if self.named_by
-                else "no snapshot that can be read needs it"
-            )
-            return Finding(
-                "error", key, name.id.step if name else None, name.rank if name else None, None,
-                f"{key}: {self.problem}; {harm}",
-            )  # fmt: skip
+            where: tuple[int | None, int | None] = (None, None) if name is None else (name.id.step, name.rank)
+            if self.named_by:
+                told = f"{key}: {self.problem}; every blob that a snapshot needs from it is whole"
+                return Finding("error", key, *where, None, told)
+            told = f"{key}: {self.problem} (debris: no snapshot that can be read needs it)"
+            return Finding("warning", key, *where, None, told)
         first = min(self.dependents)
         ids = sorted({id_ for id_, _, _ in self.dependents})
         leaves = sorted({leaf for _, _, leaf in self.dependents})

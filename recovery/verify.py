@@ -399,7 +399,8 @@ def _leftover_part(key: str, data: bytes) -> Finding:
         if (part.id, part.rank) != (name.id, rank):
             raise DamagedError(f"{key}: holds the part of {part.id}, rank {part.rank}", key=key)
     except DamagedError as error:
-        return Finding("error", key, step, rank, None, f"{error} (no snapshot names it)")
+        told = f"{error} (debris: no snapshot names it, so nothing is lost by it)"
+        return Finding("warning", key, step, rank, None, told)
     # Some bits of a zstd frame mean nothing: a flip there leaves the content whole, and only writing it again shows it.
     text = zstandard.ZstdDecompressor().decompress(data)
     if zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text) != data:

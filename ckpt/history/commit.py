@@ -23,7 +23,7 @@ from ckpt.history.assemble import Breathe, build_snapshot, check_replicas
 from ckpt.history.clock import Clock
 from ckpt.history.copies import checked, read
 from ckpt.history.reading import read_many
-from ckpt.history.runs import in_use, newest_run
+from ckpt.history.runs import claimed_by_prune, in_use, newest_run
 from storage_backends.base import NotFound, Refused, StorageError, Store
 
 STAGGER = 0.2
@@ -213,16 +213,21 @@ class _Step:
         except StorageError as error:
             problem = error  # it may have landed; what follows finds out
         # Between reading the parts and writing the snapshot this process may have been stopped for hours, and a prune
-        # may have swept the parts as leftovers. A prune of this very moment is held off by `grace`.
-        if (gone := self._gone(snapshot)) is not None:
+        # may have taken the parts for leftovers. One that looks from now on sees the snapshot; of one that had looked
+        # before, either the announcement is still there, or, when that has gone, its parts are gone, too.
+        why: str | None = "a prune has announced that it goes as a leftover"
+        if not claimed_by_prune(self.store, self.id):
+            why = self._gone(snapshot)
+        if why is not None:
             self.store.delete([SnapshotName(self.id).key])
-            raise self.failed(f"{gone} has been removed meanwhile, and so the snapshot was withdrawn")
+            raise self.failed(f"{why}, and so the snapshot was withdrawn")
         seen = look(self.store, self.id, self.own)
         if seen is None:
             raise self.failed(str(problem or "written, but not there to read")) from problem
         return seen
 
     def _gone(self, snapshot: Snapshot) -> str | None:
+        """In words, which part is not there any more."""
         listed = {e.key for e in self.store.list(parts_prefix(self.id))}
         for ref in snapshot.parts:
             if ref.key in listed:
@@ -230,5 +235,5 @@ class _Step:
             try:  # a listing may lag behind; only a read says that an object is gone
                 self.store.get_range(ref.key, 0, 1)
             except NotFound:
-                return ref.key
+                return f"{ref.key} has been removed meanwhile"
         return None

@@ -220,6 +220,10 @@ class Model:
                 raise InUse
         with contextlib.suppress(StorageError):  # it may have landed
             yield "put", SnapshotName(id_).key, Snapshot(id_, tuple(parts))
+        gives_way = "commits give way to announcements" not in self.without
+        if gives_way and (yield from self.announced(id_)):
+            yield "delete", SnapshotName(id_).key
+            raise NotSeen
         if "parts listed once more" not in self.without:
             there = {e.key for e in (yield "list", parts_prefix(id_))}
             for key in keys:

@@ -14,6 +14,7 @@ RULES = frozenset(
         "the fence",
         "parts listed once more",
         "claims give way to announcements",
+        "commits give way to announcements",
         "the second look",
         "the newest run keeps what it may lean on",
         "a step that may yet be committed keeps what it leans on",

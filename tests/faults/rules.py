@@ -4,10 +4,11 @@ from outside. The same rules watch the model and the real code; only how an obje
 * No listed snapshot ever loses a byte: while all parts of a snapshot are there, so are all its packs.
 * A part of a snapshot goes only if it is older than grace and a prune has announced that step. A snapshot goes only if
   announced, not pinned, not claimed by a run that leads, and a newer whole one remains. Whoever withdraws its own
-  snapshot has lost a part.
+  snapshot has lost a part, or is about to.
 * No two attempts mix: all parts of a snapshot, and all packs of its step, come from one job.
 * The fence: a run commits nothing of which a part landed after a newer run's document could be listed.
-* What a rank was told is committed is there at that moment, and, if it wrote it, was whole when it landed.
+* What a rank was told is committed is there at that moment, and, if it wrote it, was whole when it landed, and stays
+  so until a prune removes the snapshot.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Rules:
     pins: dict[str, SnapshotId] = field(default_factory=dict)
     claims: dict[RunId, SnapshotId] = field(default_factory=dict)
     told: set[SnapshotId] = field(default_factory=set)
+    sure: set[SnapshotId] = field(default_factory=set)
     stood: set[SnapshotId] = field(default_factory=set)
     pruned: int = 0
     withdrawn: int = 0
@@ -90,12 +92,13 @@ class Rules:
     def removed(self, key: str, found: Object, by: str, now: float) -> None:
         if (name := SnapshotName.parse(key)) is not None:
             commit = self.commits.pop(name.id)
+            self.sure.discard(name.id)
             if by.startswith(PRUNE):
                 self._check_removal(name.id, by)
                 self.pruned += 1
             else:
                 self.withdrawn += 1
-                if self.whole(commit):
+                if self.whole(commit) and name.id not in self.going:
                     raise Violated(f"{by} withdrew {name.id}, which has all its parts")
         elif key.startswith("prunes/"):
             del self.announcements[key]
@@ -105,8 +108,10 @@ class Rules:
             old = now - found.landed > GRACE or any(part.id in a.snapshots for a in self.announcements.values())
             if part.id in self.commits and (part.id not in self.going or not old):
                 raise Violated(f"{by} removed {key}, whose step is committed, and not announced or too young")
-            # Its writer was stopped for longer than grace between the fence and its put, and then was told of a commit
-            # that a prune was sweeping. Asking prunes/ at every commit would close that too, for one request more each.
+            if part.id in self.sure:
+                raise Violated(f"{by} removed {key}, and who committed its step was told that it is committed")
+            # Another rank may have read the snapshot before its writer, who was stopped for longer than grace between
+            # the fence and its put, found that a prune was sweeping it. That rank's next save stops at the fence.
             self.told.discard(part.id)
         elif PackName.parse(key) is not None:
             for commit in self.commits.values():
@@ -125,6 +130,8 @@ class Rules:
         if id_ not in self.stood and self.objects[SnapshotName(id_).key].by == by:
             raise Violated(f"{by} was told that {id_} is committed, and a part had gone before it landed")
         self.told.add(id_)
+        if self.objects[SnapshotName(id_).key].by == by:
+            self.sure.add(id_)
 
     def claimed(self, run: RunId, id_: SnapshotId) -> None:
         """A run has claimed the snapshot, looked for prunes, and read its document."""

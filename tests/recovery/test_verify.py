@@ -98,6 +98,22 @@ def test_a_flipped_bit_in_a_document_is_found_without_deep(prefix: str) -> None:
     assert _errors(store, deep=False) == []
 
 
+def test_what_is_torn_of_a_step_that_was_never_committed_is_debris_and_no_error() -> None:
+    store = MemoryStore()
+    writer = DirectWriter(store, chunk=4096)
+    writer.begin()
+    states = drifting(2)
+    writer.step(1, states[0])
+    before = {e.key for e in store.list("")}
+    writer.step(2, states[1], commit=False)
+    torn = sorted(e.key for e in store.list("") if e.key not in before)
+    for key in torn:
+        store.put(key, store.get(key)[:-7])
+    found = [f for f in verify(store, deep=True, threads=1) if f.key in torn]
+    assert sorted(f.key for f in found if "debris" in f.text) == torn
+    assert {(f.level, f.steps) for f in found} == {("warning", ())}
+
+
 def test_leftovers_debris_and_foreign_files_are_notes_not_errors() -> None:
     """C7."""
     store, ids = _store(2)

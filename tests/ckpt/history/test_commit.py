@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckpt.errors import SaveFailed, StoreInUse
-from ckpt.format.manifest import PartRef, Snapshot, unseal
-from ckpt.format.names import PartName, SnapshotId, SnapshotName
+from ckpt.format.manifest import FORMAT, PartRef, PruneDoc, Snapshot, seal, unseal
+from ckpt.format.names import PartName, SnapshotId, SnapshotName, prune_key
 from ckpt.history.assemble import build_snapshot
 from ckpt.history.catalog import read_history
 from ckpt.history.commit import LAST_PAUSE, STAGGER, look, publish, put_part
@@ -82,7 +82,7 @@ def together(store: Store, ranks: int, **more: object) -> list[PartRef]:
     return [put_part(store, ID, rank, data) for rank, data in enumerate(parts_of(store, ranks, **more))]
 
 
-def test_a_lone_rank_commits_with_five_requests_and_without_waiting() -> None:
+def test_a_lone_rank_commits_with_six_requests_and_without_waiting() -> None:
     """M11: they depend on nothing but the number of ranks."""
     store, clock = FaultyStore(MemoryStore()), FakeClock()
     put_run(store, RUN)
@@ -93,12 +93,24 @@ def test_a_lone_rank_commits_with_five_requests_and_without_waiting() -> None:
         ("get", own.key),
         ("list", "runs/"),  # the fence
         ("put", KEY),
+        ("list", "prunes/"),  # has one taken it for a leftover
         ("list", f"parts/{RUN}/000000000040/"),  # are they still there
         ("get", KEY),  # seen
     ]
     assert clock.slept == []
     assert whole(store, snapshot)
     assert read_history(store).snapshots == {ID: snapshot}
+
+
+def test_a_step_that_a_prune_has_taken_for_a_leftover_is_not_committed() -> None:
+    """Its writer was stopped for longer than grace before the put, and the prune removes its parts from now on."""
+    store = MemoryStore()
+    put_run(store, RUN)
+    own = alone(store)
+    store.put(prune_key("ab"), seal(PruneDoc(FORMAT, (str(ID),), (own.key,))))
+    with pytest.raises(SaveFailed, match="a prune has announced that it goes"):
+        published(store, own, FakeClock())
+    assert not store.list("snapshots/")
 
 
 def test_the_rank_whose_turn_it_is_commits_and_the_others_only_look() -> None:
