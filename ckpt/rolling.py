@@ -88,6 +88,7 @@ class Rolled:
         table: its shards, sorted by path; `tensors`: path → local tensor of the shard's box, in host memory.
         values: tracked name → tagged JSON; `aliases`: other names of tied tensors → path.
         device: where optimizers step. The tensors are moved there by slices, and back.
+        breathe: called between tensors, for who works beside a training thread.
     """
 
     step: int
@@ -96,6 +97,7 @@ class Rolled:
     values: dict[str, bytes]
     aliases: dict[str, str]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    breathe: Callable[[], None] = lambda: None
     slice_bytes: int = SLICE
     _groups: dict[str, Groups] = field(default_factory=dict)
     _optimizers: dict[str, tuple[str, tuple[tuple[str, ...], ...], torch.optim.Optimizer]] = field(default_factory=dict)
@@ -123,11 +125,13 @@ class Rolled:
         """Paths of the tensors that are not what these checksums, in the table's order, say."""
         if len(sums) != SUM * len(self.table):
             raise Unlike(f"{len(sums)} bytes of checksums for {len(self.table)} tensors")
-        return [
-            shard.leaf.path
-            for n, shard in enumerate(self.table)
-            if sum_of(self.tensors[shard.leaf.path], shard, sums[n * SUM]) != sums[n * SUM : (n + 1) * SUM]
-        ]
+        found = []
+        for n, shard in enumerate(self.table):
+            given = sums[n * SUM : (n + 1) * SUM]
+            if sum_of(self.tensors[shard.leaf.path], shard, given[0]) != given:
+                found.append(shard.leaf.path)
+            self.breathe()
+        return found
 
     def bytes_of(self, path: str) -> Bytes:
         """The row-major bytes of a tensor; not a copy where they lie so."""

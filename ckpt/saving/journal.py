@@ -145,8 +145,8 @@ class Journaling:
         try:
             self._settle_sums()
             self._consume(optimizer, args, kwargs)
-        except (UnsupportedState, Unlike, CheckpointError) as error:
-            self.pause(str(error))
+        except Exception as error:  # the step itself goes on, whatever happens to the journal
+            self._fail(error)
         finally:
             self._seconds += time.perf_counter() - began
 
@@ -198,8 +198,8 @@ class Journaling:
             self._settle_sums()
             self._complete(step)
             self._wait_durable()
-        except (UnsupportedState, Unlike) as error:
-            self.pause(str(error))
+        except Exception as error:
+            self._fail(error)
         finally:
             self._seconds += time.perf_counter() - began
 
@@ -208,12 +208,16 @@ class Journaling:
         if self._keeper.over is not None:
             return
         began = time.perf_counter()
-        if not (self.recording and self._base is not None and self._base.run == id_.run and self._step == id_.step):
-            self._begin(id_)
-        self._keeper.put(Mark(id_, layout))
-        self._base, self._first = id_, True
-        self._told.clear()
-        self._seconds += time.perf_counter() - began
+        try:
+            if not (self.recording and self._base is not None and self._base.run == id_.run and self._step == id_.step):
+                self._begin(id_)
+            self._keeper.put(Mark(id_, layout))
+            self._base, self._first = id_, True
+            self._told.clear()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._seconds += time.perf_counter() - began
 
     def committed(self, id_: SnapshotId, digests: Sequence[str]) -> None:
         """The snapshot is there, with these chunk digests. On the writer's thread."""
@@ -226,6 +230,11 @@ class Journaling:
         self._base, self._why = None, why
         self._drop()
         self._keeper.put(Pause())
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, UnsupportedState | Unlike | CheckpointError):
+            log.error("the journal", exc_info=error)
+        self.pause(str(error) or repr(error))
 
     def close(self, timeout: float | None, *, remove: bool) -> None:
         """Write down what was captured, and end. `remove`: nobody will come back for the ring."""

@@ -224,6 +224,7 @@ class Keeper:
     def _take(self, news: News) -> None:
         match news:
             case Begin(id=id_, rolled=rolled, trees=trees):
+                rolled.breathe = self._breathe
                 self._proof = Proof(rolled)
                 self._base, self._failure = id_, None
                 self._values = self._encoded(trees)
