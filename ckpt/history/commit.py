@@ -101,10 +101,11 @@ def publish(
     step = _Step(store, id, rank, world_size, own, breathe, threads)
     began = clock.monotonic()
     distance = (rank - id.step) % world_size
-    later = 2 * usual + distance * max(STAGGER, min(usual, LAST_PAUSE)) if distance else 0.0
-    turn = began + min(later, wait / 2)
+    stagger = max(STAGGER, min(usual, LAST_PAUSE))
+    turn = began + (min(2 * usual + distance * stagger, wait / 2) if distance else 0.0)
+    # Before that nobody but the rank whose turn it is had a reason to commit, so it need not look for a commit first.
+    alone = began + 2 * usual + stagger
     pause = min(max(FIRST_PAUSE, usual / 2), LAST_PAUSE)
-    fresh = distance == 0  # nobody but this rank has had time to commit, so it need not look for that first
     if distance and usual and not stopped():
         clock.sleep(min(EARLY * usual, LAST_PAUSE, wait))
     while True:
@@ -118,7 +119,7 @@ def publish(
                 refs = step.listed()
                 if isinstance(refs, str):
                     missing = refs
-                elif not distance and not fresh and (seen := look(store, id, own)) is not None:
+                elif not distance and clock.monotonic() >= alone and (seen := look(store, id, own)) is not None:
                     return seen
                 else:
                     parts = step.read(refs)
@@ -138,7 +139,6 @@ def publish(
         left = began + wait - clock.monotonic()
         if left <= 0:
             raise step.failed(f"waited {wait:g} s; {missing}")
-        fresh = False
         until_turn = turn - clock.monotonic()
         clock.sleep(min(pause, left, until_turn if until_turn > 0 else pause))
         pause = min(pause * 1.5, LAST_PAUSE)
