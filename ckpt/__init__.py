@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StoreInUse,
         Unavailable,
         UnsupportedState,
+        WrongKey,
     )
     from ckpt.history.keep import Keep
     from ckpt.leaves import PerRank
@@ -65,6 +66,7 @@ _HOMES = {
     "Ticket": "ckpt.ticket",
     "Unavailable": "ckpt.errors",
     "UnsupportedState": "ckpt.errors",
+    "WrongKey": "ckpt.errors",
     "checkpointed": "ckpt.loop",
     "fanout": "storage_backends.opening",
     "load": "recovery.load",
@@ -99,6 +101,7 @@ __all__ = [
     "Ticket",
     "Unavailable",
     "UnsupportedState",
+    "WrongKey",
     "checkpointed",
     "fanout",
     "load",

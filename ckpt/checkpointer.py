@@ -24,6 +24,7 @@ from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.history.clock import SystemClock, countdown
 from ckpt.history.copier import Copier, chores
 from ckpt.history.failures import observed
+from ckpt.history.keyed import store_at
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
@@ -50,7 +51,6 @@ from recovery.agree import together
 from recovery.report import Restored
 from recovery.restore import restore as restore_state
 from recovery.survey import survey
-from storage_backends import open_store
 from storage_backends.base import Store
 from storage_backends.throttle import limited
 from storage_backends.tiered import near
@@ -114,7 +114,7 @@ class Checkpointer:
             if not isinstance(name, str) or not name or name.startswith("$"):
                 raise ValueError(f"state name {name!r}: expected a non-empty str that does not start with '$'")
         self._options = opt = options or Options()
-        self._store = url if isinstance(url, Store) else open_store(os.fspath(url))
+        self._store = store_at(url, opt.key)
         self._state: MutableMapping[str, object] = dict(state)
         self._every = every if isinstance(every, int) else None
         self._pace = Pace(every, partial(observed, self._store)) if isinstance(every, Adaptive) else None

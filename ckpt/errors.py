@@ -21,6 +21,7 @@ __all__ = [
     "StoreInUse",
     "Unavailable",
     "UnsupportedState",
+    "WrongKey",
 ]
 
 
@@ -97,6 +98,16 @@ class FormatTooNew(CheckpointError):  # noqa: N818
         super().__init__(message)
         self.found = found
         self.supported = supported
+
+
+class WrongKey(CheckpointError):  # noqa: N818
+    """The store is encrypted and no key, or another one, was given; or a key was given for one that is not. Nothing has
+    been read or written. Attributes: expected, found (key ids, None for none)."""
+
+    def __init__(self, message: str, *, expected: str | None, found: str | None) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
 
 
 class StoreInUse(CheckpointError):  # noqa: N818

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class Options:
         requests: how many requests per second they make at most, such as ``"50/s"``. Without it too, a store that
             answers "slow down" is asked half as often, and gradually more from then on.
         heartbeat: how often a run says that it is alive. A silent run is taken over after three of these.
+        key: where the key is that encrypts what goes to the store: a file, or ``env:NAME`` for an environment variable;
+            32 bytes or 64 hex digits. Never the key itself. A store is encrypted from its beginning or not at all.
     """
 
     restore_amplification: float = 1.5
@@ -113,6 +116,7 @@ class Options:
     heartbeat: Duration = "10s"
     bandwidth: Rate | None = None
     requests: Rate | None = None
+    key: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.restore_amplification >= 1:

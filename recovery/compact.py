@@ -14,11 +14,12 @@ import numpy as np
 
 from ckpt.format.codec import Codec
 from ckpt.format.manifest import Blob, Chunk, Part, PartRef, digest64
-from ckpt.format.names import PackName, PartName, SnapshotId
+from ckpt.format.names import PackName, PartName, SnapshotId, pack_place, packs_prefix
 from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, TEXT_BOUND, PackBuilder, PackedBlob, read_header
 from ckpt.format.probe import Learned
 from ckpt.format.revised import described
 from ckpt.format.shards import DTYPES, whole
+from ckpt.history.keyed import key_of
 from ckpt.history.revising import SWEPT, claiming, next_revision, own_packs, publish_revised, put_revised
 from recovery.assemble import ChunkJob, Place
 from recovery.compaction import CompactPlan, chunks_of, parts_of
@@ -87,8 +88,14 @@ class _Packs:
     n: int
     limit: int
     sizes: dict[str, int]
-    _builder: PackBuilder = field(default_factory=PackBuilder)
+    _builder: PackBuilder = field(init=False)
     _waiting: list[tuple[int, str, Callable[[Blob], None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._builder = self._next()
+
+    def _next(self) -> PackBuilder:
+        return PackBuilder(key_of(self.store), pack_place(self.id, self.rank, self.n))
 
     def add(
         self, data: bytes, kind: int, chunk_digest: str, dtype: str, base: str | None, tell: Callable[[Blob], None]
@@ -103,10 +110,11 @@ class _Packs:
         if not self._waiting:
             return
         pack = self._builder.finish()
-        waiting, self._builder, self._waiting = self._waiting, PackBuilder(), []
+        waiting, self._waiting = self._waiting, []
         key = PackName(self.id, self.rank, self.n, pack.digest).key
         self.store.put(key, pack.data)
         self.n += 1
+        self._builder = self._next()
         self.sizes[key] = len(pack.data)
         for (kind, digest, tell), (start, stop) in zip(waiting, pack.ranges, strict=True):
             tell(Blob(key, start, stop, kind, digest))
@@ -124,6 +132,7 @@ class _Work:
         self._codec = Codec()
         self._learned = Learned()
         self._rebuilder = Rebuilder()
+        self._key = key_of(store)
         self.sizes: dict[str, int] = {}
         self.written = 0
         self.done: list[SnapshotId] = []
@@ -180,11 +189,14 @@ class _Work:
             self._codec.decode(kind, data, None, again, dtype)
             if not np.array_equal(raw, again):
                 raise damaged(self._store, job.place, job.blobs[0].pack, "a keyframe of the same bytes", "other bytes")
+            if self._key is not None:
+                # By its digest: chunks that are equal become one keyframe.
+                data = self._key.seal_blob(data, kind, f"{packs_prefix(packs.id)}{packs.rank:05d}/{job.digest}")
             packs.add(data, kind, job.digest, job.dtype, None, partial(self._keyframes.__setitem__, job.digest))
 
     def _move(self, part: Part, blobs: Sequence[Blob], packs: _Packs) -> None:
-        """These blobs, as they are, with what their packs' headers say of them."""
-        fetched = fetch(self._store, blobs)
+        """These blobs, as they are (sealed ones too), with what their packs' headers say of them."""
+        fetched = fetch(self._store, blobs, opened=False)
         headers: dict[str, dict[int, PackedBlob]] = {}
         for blob in blobs:
             place = Place(PartName(part.id, part.rank, part.revision).key, part.step, part.rank, "its blobs", 0)
@@ -206,7 +218,9 @@ class _Work:
         try:
             if length > min(size - 8, MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in {size}")
-            return {blob.start: blob for blob in read_header(self._store.get_range(key, 0, 8 + length), size)}
+            return {
+                blob.start: blob for blob in read_header(self._store.get_range(key, 0, 8 + length), size, self._key)
+            }
         except ValueError as error:
             raise damaged(self._store, place, key, "the header of a pack", str(error)) from error
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from ckpt.format.manifest import Blob, BundleRow, Part, ShardRow, chunk_digest
 from ckpt.format.names import PackName, PartName
-from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, read_header
+from ckpt.format.pack import MAX_HEADER, PACK_LIMIT, read_header, stray_place
 from ckpt.format.shards import DTYPES, Box, cuts, whole
+from ckpt.history.keyed import key_of
 from recovery.assemble import Place
 from recovery.boxes import carry_out, copies
 from recovery.fetch import REQUEST, fetch
@@ -28,8 +29,9 @@ from recovery.rebuild import Rebuilder, chain_problem
 from storage_backends.base import NotFound, Refused, Store
 
 
-def pack_problem(store: Store, key: str, size: int, piece: int = REQUEST) -> str | None:
-    """What is wrong with a pack of `size` bytes: its digest against its name, then its header. None if nothing is."""
+def pack_problem(store: Store, key: str, size: int, piece: int = REQUEST, *, header: bool = True) -> str | None:
+    """What is wrong with a pack of `size` bytes: its digest against its name, then its header (`header`: which needs
+    the key of an encrypted store). None if nothing is."""
     name = PackName.parse(key)
     if name is None:
         return "this is not the name of a pack"
@@ -48,10 +50,14 @@ def pack_problem(store: Store, key: str, size: int, piece: int = REQUEST) -> str
         return "it is gone"
     except Refused as error:
         return f"it cannot be read to its end: {error}"
+    if (place := stray_place(head, key)) is not None:
+        return f"it is the pack that belongs at {place}; was it renamed, copied or swapped?"
     if (found := digest.hexdigest()) != name.digest:
         return f"expected digest {name.digest} of the whole object, as its name says, found {found}"
+    if not header:
+        return None
     try:
-        read_header(head, size)
+        read_header(head, size, key_of(store))
     except ValueError as error:
         return f"its digest holds, but its header does not: {error}"
     return None

@@ -7,11 +7,15 @@ unreachable store is not damage.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ckpt.format.key import Key
 from ckpt.format.manifest import Blob, digest64
+from ckpt.format.pack import LEAD, stray_place
+from ckpt.history.keyed import key_of
 from storage_backends.base import NotFound, Refused, StorageError, Store
 from storage_backends.copies import Copied
 
@@ -111,7 +115,9 @@ def _apart(ordered: Sequence[Blob], gap: int, waste: float) -> set[int]:
     return apart
 
 
-def fetch(store: Store, blobs: Iterable[Blob], tally: Tally | None = None, *, limit: int = REQUEST) -> Fetched:
+def fetch(
+    store: Store, blobs: Iterable[Blob], tally: Tally | None = None, *, limit: int = REQUEST, opened: bool = True
+) -> Fetched:
     """Read these blobs, request after request on this thread.
 
     Where the store holds copies, a blob that is wrong in one is taken from the next.
@@ -121,7 +127,47 @@ def fetch(store: Store, blobs: Iterable[Blob], tally: Tally | None = None, *, li
     fetched = _fetch(store, blobs, tally, limit)
     if fetched.faults and isinstance(store, Copied):
         _from_other_copies(store, fetched, tally)
+    if (key := key_of(store)) is not None:
+        _explain(store, key, fetched)
+        if opened:
+            _open(key, fetched)
     return fetched
+
+
+def _open(key: Key, fetched: Fetched) -> None:
+    """Blob by blob, each freed as soon as it is open."""
+    for blob, stored in list(fetched.data.items()):
+        try:
+            fetched.data[blob] = memoryview(key.open_blob(stored, blob.kind))
+        except ValueError as error:
+            del fetched.data[blob]
+            fetched.faults[blob] = Fault(f"a blob that key {key.id} opens", str(error))
+
+
+def _explain(store: Store, key: Key, fetched: Fetched) -> None:
+    """Of an encrypted store it can be told what a blob with a wrong digest is: one that belongs elsewhere opens all the
+    same, and a pack says where it belongs."""
+    strays: dict[str, str | None] = {}
+    for blob, fault in fetched.faults.items():
+        if fault.missing:
+            continue
+        with contextlib.suppress(StorageError):
+            if blob.pack not in strays:
+                strays[blob.pack] = stray_place(store.get_range(blob.pack, 0, LEAD), blob.pack)
+            if (place := strays[blob.pack]) is not None:
+                found = f"{fault.found}: it is the pack that belongs at {place}; was it renamed, copied or swapped?"
+                fetched.faults[blob] = replace(fault, found=found)
+            elif _opens(key, store.get_range(blob.pack, blob.start, blob.stop), blob.kind):
+                found = f"{fault.found}: it is a whole blob of this store that belongs elsewhere"
+                fetched.faults[blob] = replace(fault, found=found)
+
+
+def _opens(key: Key, stored: bytes, kind: int) -> bool:
+    try:
+        key.open_blob(stored, kind)
+    except ValueError:
+        return False
+    return True
 
 
 def _from_other_copies(store: Copied, fetched: Fetched, tally: Tally | None) -> None:

@@ -22,6 +22,7 @@ from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Leaf, Shard, whole
 from ckpt.format.values import TorchName, encode, flat
 from ckpt.history.copies import mending
+from ckpt.history.keyed import store_at
 from ckpt.leaves.tree import torch_constant
 from recovery.agree import Alone
 from recovery.assemble import Wanted
@@ -34,14 +35,17 @@ from recovery.read import OpenSnapshot, Pruned, following, read_parts, stored_va
 from recovery.report import Restored
 from recovery.restore import restore_seat
 from recovery.shards import MEMORY, read_shards
-from storage_backends import open_store
 from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
 
 
 def load(
-    url: str | os.PathLike[str] | Store, step: int | str | None = None, names: str | Sequence[str] | None = None
+    url: str | os.PathLike[str] | Store,
+    step: int | str | None = None,
+    names: str | Sequence[str] | None = None,
+    *,
+    key: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """The state of one snapshot, whole: path → CPU tensor (numpy array where one was saved) or plain value.
 
@@ -52,13 +56,15 @@ def load(
         step: None or "latest": the newest (of the live line) that can be read; a step, ``"GENERATION/STEP"`` or a pin:
             exactly that one. Where there is no snapshot of a step, it is replayed from the journal, if that has it.
         names: glob patterns of paths (``"model.*"``); only what they match is read.
+        key: of an encrypted store, as in `Options`: a file, or ``env:NAME``.
 
     Raises:
+        WrongKey: the store is behind another key, or none.
         NoSnapshot: there is none, or not the one asked for, or nothing in it is named so.
         DamagedError: it, or every one, is damaged.
         StorageError: the store does not answer.
     """
-    store = url if isinstance(url, Store) else open_store(os.fspath(url))
+    store = store_at(url, key)
     patterns = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     choice = choose(store, step)
     if choice.journaled is not None:
@@ -82,7 +88,11 @@ def load(
 
 
 def load_into(
-    url: str | os.PathLike[str] | Store, state: MutableMapping[str, object], step: int | str | None = None
+    url: str | os.PathLike[str] | Store,
+    state: MutableMapping[str, object],
+    step: int | str | None = None,
+    *,
+    key: str | os.PathLike[str] | None = None,
 ) -> Restored:
     """Restore a live state in place, without opening a run: for evaluation, or beside a live job. Of what is stored,
     only the names in `state` are looked at: ``{"model": model}`` leaves the optimizer where it is.
@@ -91,9 +101,9 @@ def load_into(
     see different ones while a job saves. Random states and the data position are in `Restored.values`, and not set.
 
     Raises:
-        NoSnapshot, DamagedError, LayoutMismatch, UnsupportedState, StorageError: as `Checkpointer.restore`.
+        NoSnapshot, DamagedError, LayoutMismatch, UnsupportedState, WrongKey, StorageError: as `Checkpointer.restore`.
     """
-    store = url if isinstance(url, Store) else open_store(os.fspath(url))
+    store = store_at(url, key)
     grouped = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     seat = Seat(rank, world_size, names=frozenset(state))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId
 from ckpt.history import catalog
+from ckpt.history.keyed import store_at
 from recovery.journaled import find_base
-from storage_backends import open_store
 from storage_backends.base import Store
 
 if TYPE_CHECKING:
@@ -69,10 +69,11 @@ class History:
 
     Args:
         url: a path, any fsspec URL, or a `Store` from `ckpt.open_store`.
+        key: of an encrypted store, as in `Options`: a file, or ``env:NAME``.
     """
 
-    def __init__(self, url: str | os.PathLike[str] | Store) -> None:
-        self.store = url if isinstance(url, Store) else open_store(os.fspath(url))
+    def __init__(self, url: str | os.PathLike[str] | Store, *, key: str | os.PathLike[str] | None = None) -> None:
+        self.store = store_at(url, key)
         self._seen: catalog.History | None = None
 
     def look(self, *, packs: bool = False) -> catalog.History:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ckpt.format.key import Key
 from ckpt.format.kinds import RAW
 from ckpt.format.layout import Layout, lay_out
 from ckpt.format.manifest import (
@@ -26,11 +27,12 @@ from ckpt.format.manifest import (
     seal,
     write_part,
 )
-from ckpt.format.names import PackName, PartName, SnapshotId, SnapshotName
+from ckpt.format.names import PackName, PartName, SnapshotId, SnapshotName, pack_place, packs_prefix
 from ckpt.format.ownership import share_out
 from ckpt.format.pack import PACK_LIMIT, TEXT_BOUND, PackBuilder
 from ckpt.format.shards import Leaf, Shard
 from ckpt.history.assemble import build_snapshot
+from ckpt.history.keyed import key_of, with_key
 from recovery.assemble import Wanted
 from recovery.boxes import Bytes
 from recovery.forward import Forward, replayed
@@ -47,6 +49,10 @@ class Overlay:
     @property
     def url(self) -> str:
         return self._below.url
+
+    @property
+    def key(self) -> Key | None:
+        return key_of(self._below)
 
     def get(self, key: str) -> bytes:
         with contextlib.suppress(NotFound):
@@ -81,7 +87,7 @@ def overlaid(store: Store, steps: Iterable[tuple[SnapshotId, int]]) -> Iterator[
         DamagedError: a snapshot is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-step-") as folder:
-        above = open_store(folder)
+        above = with_key(open_store(folder), key_of(store))  # what is secret there is not left lying about here
         for base, step in dict.fromkeys(steps):
             _write(above, replayed(store, base, step), SnapshotId(base.run, step))
         yield Overlay(store, above)
@@ -123,8 +129,13 @@ def _packed(
             buffer[region.start : region.start + region.nbytes] = data[region.shard]
     table: list[Chunk] = []
     sizes: dict[str, int] = {}
-    builder = PackBuilder()
+    key_ = key_of(store)
     waiting: list[tuple[str, str]] = []
+
+    def begun() -> PackBuilder:
+        return PackBuilder(key_, pack_place(name.id, name.rank, len(sizes)))
+
+    builder = begun()
 
     def send() -> None:
         nonlocal builder
@@ -134,14 +145,17 @@ def _packed(
         sizes[key] = len(pack.data)
         for (digest, own), (start, stop) in zip(waiting, pack.ranges, strict=True):
             table.append(Chunk(digest, (Blob(key, start, stop, RAW, own),)))
-        builder = PackBuilder()
+        builder = begun()
         waiting.clear()
 
     for piece in layout.pieces:
         raw = buffer[piece.start : piece.stop].tobytes()
         if waiting and builder.size + len(raw) + TEXT_BOUND > PACK_LIMIT:
             send()
-        digest, own = chunk_digest(piece.dtype, raw), digest64(raw)
+        digest = chunk_digest(piece.dtype, raw)
+        if key_ is not None:
+            raw = key_.seal_blob(raw, RAW, f"{packs_prefix(name.id)}{name.rank:05d}/{len(table) + len(waiting)}")
+        own = digest64(raw)
         builder.add(raw, kind=RAW, digest=own, chunk_digest=digest, dtype=piece.dtype, base_digest=None)
         waiting.append((digest, own))
     if waiting:

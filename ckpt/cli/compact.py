@@ -10,6 +10,7 @@ from ckpt.cli.progress import bar, parts_too
 from ckpt.cli.prune import duration
 from ckpt.cli.screen import (
     AsJson,
+    KeyName,
     StorageOptions,
     Url,
     bytes_text,
@@ -43,6 +44,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be rewritten.")] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Rewrite packs that are mostly dead, and long chains of deltas.
 
@@ -54,7 +56,7 @@ def command(
     it cannot be read.
     """
     leave = duration("--grace", grace)
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("looking at what is in use", quiet=as_json) as shown:
         watched = shown.reads(store, parts_too)
         only = None if step is None else [find(read_history(watched), step)]

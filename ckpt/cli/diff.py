@@ -12,6 +12,7 @@ import typer
 from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
+    KeyName,
     StorageOptions,
     Url,
     bytes_text,
@@ -54,6 +55,7 @@ def command(
     everything: Annotated[bool, typer.Option("--all", help="List unchanged leaves, too.")] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Compare two snapshots, leaf by leaf.
 
@@ -65,7 +67,7 @@ def command(
 
     Exit codes: 0 compared, equal or not; 2 no such snapshots, or they cannot be read.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         seen = read_history(shown.reads(store, documents))
     with with_journaled(store, seen, a, b) as (over, looked), bar("comparing", quiet=as_json) as shown:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli.progress import bar, documents
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, print_table
+from ckpt.cli.screen import AsJson, KeyName, StorageOptions, Url, bytes_text, count, open_url, print_json, print_table
 from recovery.looking import History
 from recovery.usage import Usage
 
@@ -24,6 +24,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Show what takes up how much.
 
@@ -33,7 +34,7 @@ def command(
 
     Exit codes: 0 shown; 2 no such snapshot, or the store cannot be read.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         usage = History(shown.reads(store, documents)).du(step)
     if as_json:

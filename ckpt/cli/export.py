@@ -10,7 +10,18 @@ from typing import Annotated, assert_never
 import typer
 
 from ckpt.cli.progress import bar, documents, own_documents
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, printable, warn
+from ckpt.cli.screen import (
+    AsJson,
+    KeyName,
+    StorageOptions,
+    Url,
+    bytes_text,
+    count,
+    open_url,
+    print_json,
+    printable,
+    warn,
+)
 from ckpt.history.catalog import find, read_history
 from ckpt.options import size
 from recovery.looking import with_journaled
@@ -42,6 +53,7 @@ def command(
     ] = "5GB",
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Write a snapshot as safetensors, torch or DCP.
 
@@ -54,7 +66,7 @@ def command(
     Exit codes: 0 written; 2 no such snapshot, OUT is there or cannot be written, or the store cannot be read.
     """
     limit = size(shard_size)
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         seen = read_history(shown.reads(store, documents))
     with with_journaled(store, seen, step) as (over, history):

@@ -9,7 +9,7 @@ import typer
 
 from ckpt.cli.export import Format
 from ckpt.cli.progress import bar
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json, warn
+from ckpt.cli.screen import AsJson, KeyName, StorageOptions, Url, bytes_text, count, open_url, print_json, warn
 from ckpt.history.clock import SystemClock
 from ckpt.history.copier import bring_over
 from ckpt.history.runs import identity
@@ -32,6 +32,7 @@ def command(
     step: Annotated[int, typer.Option("--step", min=0, max=10**12 - 1, help="The step it becomes.")] = 0,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Start a store from safetensors, torch or DCP.
 
@@ -41,7 +42,7 @@ def command(
 
     Exit codes: 0 stored; 2 SOURCE is refused, the store is not empty, or it cannot be written.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     check_empty(store)  # before anything large is read
     arrival = _read(source, format_).named(names)
     if not arrival.tensors and not arrival.values:

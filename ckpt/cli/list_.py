@@ -9,6 +9,7 @@ import typer
 from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
+    KeyName,
     StorageOptions,
     Url,
     age_text,
@@ -37,6 +38,7 @@ def command(
     as_json: AsJson = False,
     problems: Annotated[bool, typer.Option("--problems", help="Name what could not be read, and debris.")] = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """List the snapshots, oldest first.
 
@@ -49,7 +51,7 @@ def command(
 
     Exit codes: 0 listed (also when there are none); 2 the store cannot be read.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         history = History(shown.reads(store, documents)).look()
         journal = covered(store, history)

@@ -33,7 +33,7 @@ def command(
     """
     me, now = identity(None), time.time()
     bases = [base.absolute() for base in folder or [default_folder()]]
-    wanted = None if store is None else store_identity(open_url(store, None).url)
+    wanted = None if store is None else store_identity(open_url(store, None, locked=True).url)
     found = list(find_mirrors(bases, me, now))
     mirrors = [m for m in found if isinstance(m, Leftover) and wanted in (None, m.store)]
     troubles = [t for t in found if isinstance(t, Trouble)]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckpt.cli.progress import bar, documents
-from ckpt.cli.screen import AsJson, StorageOptions, Url, open_url, print_json
+from ckpt.cli.screen import AsJson, KeyName, StorageOptions, Url, open_url, print_json
 from ckpt.history.catalog import find, read_history
 from ckpt.history.pins import pin
 
@@ -25,6 +25,7 @@ def command(
     move: Annotated[bool, typer.Option("--move", help="Take the name from the snapshot that has it.")] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Keep a snapshot from every prune, under a name.
 
@@ -32,7 +33,7 @@ def command(
 
     Exit codes: 0 pinned; 2 no such snapshot, the name is taken, a prune is just removing it, or the store failed.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         history = read_history(shown.reads(store, documents))
     id_ = find(history, step)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli.progress import bar, documents
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, open_url, print_json
+from ckpt.cli.screen import AsJson, KeyName, StorageOptions, Url, bytes_text, open_url, print_json
 from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import find, read_history
 from recovery.assumed import Reload, Scene, new_layout, parts_to_read, same_layout
@@ -43,6 +43,7 @@ def command(
     latency: Annotated[float, typer.Option("--latency", min=0.0, help="Seconds of one request to the store.")] = 0.02,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Show what a recovery would read.
 
@@ -54,7 +55,7 @@ def command(
     """
     given = _bandwidths(bandwidth or (), latency)
     gone = _ranks(lost)
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
 
     def look(opened: OpenSnapshot) -> tuple[Snapshot, Scene]:
         snapshot = opened.snapshot

@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckpt.format.key import Key
 from ckpt.format.names import PARTS, PINS, RUNS, SNAPSHOTS, SnapshotId
 from ckpt.history.catalog import History
+from ckpt.history.keyed import key_of
 from storage_backends.base import Buffer, Entry, StorageError, Store
 from storage_backends.copies import wrapped
 
@@ -170,6 +172,10 @@ class _Watched:
     @property
     def url(self) -> str:
         return self._inner.url
+
+    @property
+    def key(self) -> Key | None:
+        return key_of(self._inner)
 
     def put(self, key: str, data: Buffer) -> None:
         self._inner.put(key, data)

@@ -10,6 +10,7 @@ import typer
 from ckpt.cli.progress import bar, documents
 from ckpt.cli.screen import (
     AsJson,
+    KeyName,
     StorageOptions,
     Url,
     bytes_text,
@@ -88,6 +89,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, object by object.")] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Remove old snapshots, and what only they needed.
 
@@ -113,7 +115,7 @@ def command(
     if keep == Keep() and not remove and not leftovers:
         raise ValueError("say what to keep (--keep-last, --keep-every, …) or what to remove (--remove STEP)")
     leave = duration("--grace", grace)
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     if fast:
         if remove or keep.everything or keep.moments_last is not None:
             raise ValueError("--fast goes by the --keep policies; leave out --remove, --leftovers and --moments-last")

@@ -12,7 +12,7 @@ import typer
 from ckpt.cli.list_ import kind_name
 from ckpt.cli.page.whole import MARK, page
 from ckpt.cli.progress import bar, documents
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, open_url, print_json
+from ckpt.cli.screen import AsJson, KeyName, StorageOptions, Url, bytes_text, count, open_url, print_json
 from recovery.chronicle import Chronicle, chronicle
 from recovery.journaled import covered
 from recovery.layers import Layers, choose, layers
@@ -26,6 +26,7 @@ def command(
     ] = Path("report.html"),
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Write a page that shows the history.
 
@@ -36,7 +37,7 @@ def command(
     Exit codes: 0 written; 2 FILE is something else, or cannot be written, or the store cannot be read.
     """
     _check(output)
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         seen = History(shown.reads(store, documents)).look()
     told = chronicle(seen, covered(store, seen))

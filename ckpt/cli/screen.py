@@ -13,6 +13,7 @@ import typer
 from ckpt.errors import NoSnapshot
 from ckpt.format.names import SnapshotId, SnapshotName
 from ckpt.history.catalog import History, find
+from ckpt.history.keyed import check_key, with_key
 from storage_backends import open_store
 from storage_backends.base import Store
 
@@ -24,17 +25,27 @@ StorageOptions = Annotated[
     list[str] | None,
     typer.Option("--storage-option", metavar="KEY=VALUE", help="Passed to the store's fsspec file system; repeatable."),
 ]
+KeyName = Annotated[
+    str | None,
+    typer.Option(
+        "--key", metavar="FILE|env:NAME", help="Where the key of an encrypted store is; never the key itself."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 FOLDED = 16
 """Characters that a column keeps at least when it is folded."""
 
 
-def open_url(url: str, options: Sequence[str] | None) -> Store:
+def open_url(url: str, options: Sequence[str] | None, key: str | None = None, *, locked: bool = False) -> Store:
     """The store a user named. Values are JSON where they parse as JSON, text otherwise.
 
+    Args:
+        locked: an encrypted store may be opened without its key.
+
     Raises:
-        ValueError: an option is not KEY=VALUE.
+        ValueError: an option is not KEY=VALUE, or there is no such key.
+        WrongKey: the store is behind another key, or none.
         StorageError: no such store.
     """
     parsed: dict[str, Any] = {}
@@ -46,7 +57,10 @@ def open_url(url: str, options: Sequence[str] | None) -> Store:
             parsed[name] = msgspec.json.decode(text)
         except msgspec.DecodeError:
             parsed[name] = text
-    return open_store(url, **parsed)
+    store = with_key(open_store(url, **parsed), key)
+    if key is None and not locked:
+        check_key(store, None)
+    return store
 
 
 def find_any(history: History, name: str) -> SnapshotId:

@@ -11,6 +11,7 @@ import typer
 from ckpt.cli.progress import bar, documents, own_documents
 from ckpt.cli.screen import (
     AsJson,
+    KeyName,
     StorageOptions,
     Url,
     age_text,
@@ -68,6 +69,7 @@ def command(
     step_option: Annotated[str | None, typer.Option("--step", metavar="STEP", help="The same as the argument.")] = None,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Show the leaves and values of a snapshot.
 
@@ -78,7 +80,7 @@ def command(
     """
     if step is not None and step_option is not None and step != step_option:
         raise ValueError(f"STEP {step} and --step {step_option} are two snapshots; name one of them")
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key)
     with bar("reading snapshots", quiet=as_json) as shown:
         history = read_history(shown.reads(store, documents))
         id_ = find_any(history, step_option or step or "latest")

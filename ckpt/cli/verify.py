@@ -9,11 +9,24 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli.progress import bar
-from ckpt.cli.screen import AsJson, StorageOptions, Url, bytes_text, count, find_any, open_url, print_json, printable
+from ckpt.cli.screen import (
+    AsJson,
+    KeyName,
+    StorageOptions,
+    Url,
+    bytes_text,
+    count,
+    find_any,
+    open_url,
+    print_json,
+    printable,
+)
 from ckpt.errors import NoSnapshot
 from ckpt.format.manifest import Snapshot
 from ckpt.format.names import ALIVE, JOURNAL, PACKS, PARTS, PINS, PRUNES, RUNS, SNAPSHOTS, STORE_KEY, SnapshotId
 from ckpt.history.catalog import read_history
+from ckpt.history.keyed import key_id
+from recovery.scrub import scrub
 from recovery.verify import Finding, verify
 from storage_backends.base import Entry, Store
 from storage_backends.copies import Copied
@@ -39,19 +52,22 @@ def command(
     ] = False,
     as_json: AsJson = False,
     storage_option: StorageOptions = None,
+    key: KeyName = None,
 ) -> None:
     """Look for damage.
 
     Checks every document, and that every pack is there and of the right length; with --deep every byte. An error names
     the object and what needs it. Notes are leftovers of crashed saves and foreign files, which do no harm. Where the
     store holds copies each one is checked, and with --repair bad ones are written anew from whole ones, and what the
-    durable of two tiers lacks is copied; else nothing is written. May run beside a live job.
+    durable of two tiers lacks is copied; else nothing is written. May run beside a live job. Of an encrypted store,
+    without its key, every object is checked by itself.
 
     Exit codes: 0 whole, or all of it mended; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
-    store = open_url(url, storage_option)
+    store = open_url(url, storage_option, key, locked=step is None and not repair)
     if repair and not isinstance(store, Copied):
         raise ValueError(f"{store.url} holds one copy of everything, so there is nothing to mend it from")
+    locked = key is None and key_id(store) is not None
     history = None if step is None else read_history(store)
     only = None if history is None or step is None else find_any(history, step)
     checked = _checked(store, only)
@@ -60,7 +76,8 @@ def command(
         if history is not None and only in history.snapshots:
             shown.expect(_to_read(history.snapshots[only], deep))
         watched = shown.reads(store, None if only else _weigh_deep if deep else _weigh)
-        for finding in verify(watched, deep=deep, only=only, repair=repair):
+        checking = scrub(watched, deep=deep) if locked else verify(watched, deep=deep, only=only, repair=repair)
+        for finding in checking:
             findings.append(finding)
             if not as_json:
                 print(printable(f"{finding.level}: {finding.text}"), flush=True)
@@ -68,10 +85,11 @@ def command(
     if as_json:
         mended = sorted({finding.key for finding in findings if finding.level == "mended"})
         found = [_document(finding) for finding in findings]
-        print_json({"whole": not errors, "deep": deep, **checked, "mended": mended, "findings": found})
+        said = {"whole": not errors, "deep": deep, "locked": locked, **checked}
+        print_json({**said, "mended": mended, "findings": found})
     else:
         what = f"step {only.short}" if only else _totals(checked)
-        print(_verdict(what, deep, findings))
+        print(_locked_verdict(what, deep, errors) if locked else _verdict(what, deep, findings))
     if errors:
         raise typer.Exit(1)
 
@@ -132,6 +150,13 @@ def _verdict(what: str, deep: bool, findings: Sequence[Finding]) -> str:
     if deep:
         return f"whole: {what}, every byte read"
     return f"whole: {what}, as far as documents and lengths tell; --deep reads every byte"
+
+
+def _locked_verdict(what: str, deep: bool, errors: int) -> str:
+    if errors:
+        return f"{count(errors, 'error')} in {what}; which steps they cost only the key can tell: --key"
+    read = "object" if deep else "document"
+    return f"every {read} of {what} is what was written; what they say together only the key can tell: --key"
 
 
 def _document(finding: Finding) -> dict[str, Any]:

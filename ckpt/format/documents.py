@@ -15,6 +15,10 @@ from ckpt.format.shards import DTYPES
 FORMAT = 1
 """The format number written, and the newest one read."""
 
+ENCRYPTED_FORMAT = 2
+"""The number of an encrypted store's mark, of its packs and of the envelopes of its documents: a version that knows 1
+alone must not take such a store for an empty or a damaged one, and begin it anew. In the envelopes it is 1 as ever."""
+
 Natural = Annotated[int, Meta(ge=0)]
 Hex64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Hex128 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -41,6 +45,22 @@ def chunk_digest(dtype: str, raw: Any) -> str:
     return xxhash.xxh3_128_hexdigest(raw, seed=_SEEDS[dtype])
 
 
+def with_digest(body: bytes) -> bytes:
+    """The stored bytes of a sealed document: `body`, a newline, the digest of both, a newline."""
+    body += b"\n"
+    return body + digest128(body).encode() + b"\n"
+
+
+def check_digest(data: bytes, key: str) -> bytes:
+    """The `body` of a sealed document. Raises DamagedError: cut, changed, or not such a document."""
+    if len(data) < 34 or data[-34:-33] != b"\n" or data[-1:] != b"\n":
+        raise damaged(key, "a document that ends in its digest", f"{len(data)} bytes without one")
+    body, seal_line = data[:-33], data[-33:-1]
+    if (found := digest128(body).encode()) != seal_line:
+        raise damaged(key, f"digest {seal_line.decode(errors='replace')}", f"digest {found.decode()}")
+    return body[:-1]
+
+
 class _Head(Struct):
     format: Natural
 
@@ -48,15 +68,15 @@ class _Head(Struct):
 T = TypeVar("T")
 
 
-def decode(text: bytes, kind: type[T], key: str) -> T:
+def decode(text: bytes, kind: type[T], key: str, newest: int = FORMAT) -> T:
     """A document's JSON, checked against its type; a newer format is told before anything else is looked at."""
     try:
         head = msgspec.json.decode(text, type=_Head)
-        if head.format > FORMAT:
+        if head.format > newest:
             raise FormatTooNew(
-                f"{key}: format {head.format}, and this version reads up to {FORMAT}; upgrade incremental-ckpt",
+                f"{key}: format {head.format}, and this version reads up to {newest}; upgrade incremental-ckpt",
                 found=head.format,
-                supported=FORMAT,
+                supported=newest,
             )
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -14,12 +14,14 @@ from msgspec import Meta, Struct
 
 from ckpt.format.chunks import Blob, Chunk, Loan, OldBundle
 from ckpt.format.documents import (
+    ENCRYPTED_FORMAT,
     FORMAT,
     Hex64,
     Hex128,
     Natural,
     RunText,
     SnapshotText,
+    check_digest,
     chunk_digest,
     damaged,
     decode,
@@ -27,7 +29,9 @@ from ckpt.format.documents import (
     digest128,
     parse_snapshot,
     snapshot_id,
+    with_digest,
 )
+from ckpt.format.key import Unopened, head_of
 from ckpt.format.names import PackName, PartName, SnapshotId
 from ckpt.format.parts import (
     MAX_PART,
@@ -44,6 +48,7 @@ from ckpt.format.parts import (
 )
 
 __all__ = [
+    "ENCRYPTED_FORMAT",
     "FORMAT",
     "MAX_DOCUMENT",
     "MAX_PART",
@@ -198,7 +203,7 @@ class PruneDoc(Struct, frozen=True):
 
 
 class StoreDoc(Struct, frozen=True):
-    """store.json: says that this is a checkpoint store, and of which format. Constant bytes."""
+    """store.json: says that this is a checkpoint store, of which format, and which key opens it. Constant bytes."""
 
     format: Natural
     kind: str = "incremental-ckpt store"
@@ -210,8 +215,7 @@ Document = TypeVar("Document", Snapshot, RunDoc, Alive, PinDoc, PruneDoc, StoreD
 
 def seal(document: Snapshot | RunDoc | Alive | PinDoc | PruneDoc | StoreDoc) -> bytes:
     """The stored bytes of a document: JSON with sorted keys, newline, digest, newline."""
-    body = msgspec.json.Encoder(order="sorted").encode(document) + b"\n"
-    return body + digest128(body).encode() + b"\n"
+    return with_digest(msgspec.json.Encoder(order="sorted").encode(document))
 
 
 def unseal(data: bytes, kind: type[Document], *, key: str) -> Document:
@@ -221,14 +225,13 @@ def unseal(data: bytes, kind: type[Document], *, key: str) -> Document:
         DamagedError: cut, changed, or not such a document.
         FormatTooNew: a later version wrote it.
     """
-    return decode(check_seal(data, key), kind, key)
+    return decode(check_seal(data, key), kind, key, ENCRYPTED_FORMAT if kind is StoreDoc else FORMAT)
 
 
 def check_seal(data: bytes, key: str) -> bytes:
     """The JSON of a sealed document whose digest holds. Raises DamagedError."""
-    if len(data) < 35 or data[-34:-33] != b"\n" or data[-1:] != b"\n":
-        raise damaged(key, "a document that ends in its digest", f"{len(data)} bytes without one")
-    body, seal_line = data[:-33], data[-33:-1]
-    if (found := digest128(body).encode()) != seal_line:
-        raise damaged(key, f"digest {seal_line.decode(errors='replace')}", f"digest {found.decode()}")
-    return body
+    if isinstance(data, Unopened):
+        raise damaged(key, data.expected, data.found)
+    if (head := head_of(data)) is not None:
+        raise damaged(key, "a document in the clear", f"one that is encrypted with key {head.key_id}")
+    return check_digest(data, key)

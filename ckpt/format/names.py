@@ -111,7 +111,7 @@ class PackName:
 
     @property
     def key(self) -> str:
-        return f"{packs_prefix(self.id)}{self.rank:05d}-{self.n:03d}-{self.digest}.safetensors"
+        return f"{pack_place(self.id, self.rank, self.n)}-{self.digest}.safetensors"
 
     @classmethod
     def parse(cls, key: str) -> PackName | None:
@@ -165,6 +165,11 @@ def parts_prefix(snapshot: SnapshotId) -> str:
 
 def packs_prefix(snapshot: SnapshotId) -> str:
     return f"{PACKS}{snapshot.run}/{snapshot.step:012d}/"
+
+
+def pack_place(snapshot: SnapshotId, rank: int, n: int) -> str:
+    """A pack's name without its digest: what is known before its bytes are."""
+    return f"{packs_prefix(snapshot)}{rank:05d}-{n:03d}"
 
 
 def pin_key(name: str) -> str:

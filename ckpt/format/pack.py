@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from ckpt.format.key import Key
 from ckpt.format.kinds import KINDS, NEEDS_BASE
 from ckpt.format.manifest import Blob, Natural, digest64
 from ckpt.format.shards import DTYPES
@@ -37,6 +39,12 @@ PACK_LIMIT = 32 << 20
 
 MAX_HEADER = 32 << 20
 """A header that claims to be longer is damaged; ours describe at most what a pack can hold."""
+
+# Whoever sees the first bytes of a pack, and no more, can tell whose it is.
+_SEALED = '"__metadata__":{"format":"2","key_id":"'
+_SEALED_START = re.compile(
+    rb'.{8}\{"__metadata__":\{"format":"2","key_id":"([0-9a-f]{16})","place":"([!#-~]*)"', re.DOTALL
+)
 
 _NAME = re.compile("(0|[1-9][0-9]{0,8})-([0-9a-f]{16})-([0-9]{1,3})")
 _ROW = re.compile("([0-9a-f]{32}):([0-9]{1,3})(?::([0-9a-f]{32}))?")
@@ -62,7 +70,11 @@ class PackBuilder:
     """Collects blobs, in order, and becomes a pack once. Text is made as blobs come: one long stretch of Python at the
     end would hold the GIL against the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Key | None = None, place: str = "") -> None:
+        """`key`: seals what the header says of chunks; the blobs come sealed. `place`: this pack's name without its
+        digest."""
+        self._key = key
+        self._place = place
         self._blobs: list[bytes] = []
         self._entries: list[str] = []
         self._rows: list[str] = []
@@ -77,7 +89,7 @@ class PackBuilder:
     @property
     def size(self) -> int:
         """An upper bound of the finished pack's bytes, within `TEXT_BOUND` for each blob and dtype."""
-        return self._length + TEXT_BOUND * (1 + len(self._blobs) + len(self._dtypes))
+        return self._length + TEXT_BOUND * (1 + len(self._blobs) + len(self._dtypes) + (self._key is not None))
 
     def add(
         self, blob: bytes, *, kind: int, digest: str, chunk_digest: str, dtype: str, base_digest: str | None
@@ -103,7 +115,12 @@ class PackBuilder:
     def finish(self) -> FinishedPack:
         """The pack. Equal blobs in equal order give equal bytes."""
         dtypes = ",".join(f"{name}:{DTYPES[name].size}" for name in self._dtypes)
-        meta = f'"__metadata__":{{"format":"1","dtypes":"{dtypes}","blobs":"{",".join(self._rows)}"}}'
+        if self._key is None:
+            meta = f'"__metadata__":{{"format":"1","dtypes":"{dtypes}","blobs":"{",".join(self._rows)}"}}'
+        else:
+            # Digests of chunks are digests of what is secret: whoever guesses a chunk could tell that it is there.
+            rows = b64encode(self._key.seal_rows(f"{dtypes}\n{','.join(self._rows)}", self._place)).decode()
+            meta = f'{_SEALED}{self._key.id}","place":"{self._place}","rows":"{rows}"}}'
         header = ("{" + ",".join([meta, *self._entries]) + "}").encode()
         header += b" " * (-len(header) % 8)
         data = b"".join([len(header).to_bytes(8, "little"), header, *self._blobs])
@@ -132,15 +149,39 @@ class _Metadata(Struct, frozen=True):
     blobs: str
 
 
+class _Sealed(Struct, frozen=True):
+    format: str
+    key_id: str
+    place: str
+    rows: str
+
+
 class _Entry(Struct, frozen=True):
     dtype: str
     shape: tuple[Natural]
     data_offsets: tuple[Natural, Annotated[int, Meta(ge=0, le=1 << 62)]]
 
 
-def read_header(data: Buffer, size: int | None = None) -> tuple[PackedBlob, ...]:
+LEAD = 256
+"""Bytes of a pack from which `sealed_with` and `stray_place` tell whose it is."""
+
+
+def sealed_with(data: Buffer) -> str | None:
+    """The id of the key that a pack is sealed with, from its first bytes; None if it is in the clear."""
+    found = _SEALED_START.match(bytes(memoryview(data).cast("B")[:LEAD]))
+    return None if found is None else found[1].decode()
+
+
+def stray_place(data: Buffer, name: str) -> str | None:
+    """Where a sealed pack belongs, from its first bytes, if that is not under this name."""
+    found = _SEALED_START.match(bytes(memoryview(data).cast("B")[:LEAD]))
+    place = None if found is None else found[2].decode()
+    return None if place is None or name.startswith(f"{place}-") else place
+
+
+def read_header(data: Buffer, size: int | None = None, key: Key | None = None) -> tuple[PackedBlob, ...]:
     """The blobs of a pack, in order, from its bytes; with `size` (the file's length), `data` may end anywhere after the
-    header. The blobs' own bytes are not looked at.
+    header. The blobs' own bytes are not looked at. `key`: opens an encrypted store's.
 
     Raises:
         ValueError: this is not a pack as `PackBuilder` writes it: a header that is cut, too long, too deep, with names
@@ -157,12 +198,10 @@ def read_header(data: Buffer, size: int | None = None) -> tuple[PackedBlob, ...]
         fields = json.loads(bytes(view[8 : 8 + length]), object_pairs_hook=_unique)
         if not isinstance(fields, dict):
             raise ValueError("pack: the header is not an object")
-        metadata = msgspec.convert(fields.pop("__metadata__", None), _Metadata)
+        metadata = _metadata(fields.pop("__metadata__", None), key)
         entries = msgspec.convert(fields, dict[str, _Entry])
     except (RecursionError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ValueError(f"pack: {error}") from error
-    if metadata.format != "1":
-        raise ValueError(f"pack: format {metadata.format[:20]!r}, and this version reads 1")
     dtypes = _dtype_rows(metadata.dtypes)
     rows = metadata.blobs.split(",") if metadata.blobs else []
     if len(rows) != len(entries):
@@ -183,7 +222,9 @@ def read_header(data: Buffer, size: int | None = None) -> tuple[PackedBlob, ...]
     return tuple(blobs)
 
 
-def describe_some(header: bytes, blobs: Collection[Blob], breathe: Callable[[], None]) -> dict[Blob, PackedBlob]:
+def describe_some(
+    header: bytes, blobs: Collection[Blob], breathe: Callable[[], None], key: Key | None = None
+) -> dict[Blob, PackedBlob]:
     """What a pack's first bytes, header included and nothing else, say of some of its blobs. Unlike `read_header` it
     looks at no others, so it may be called next to a training thread.
 
@@ -193,7 +234,7 @@ def describe_some(header: bytes, blobs: Collection[Blob], breathe: Callable[[], 
     try:
         fields = msgspec.json.decode(header[8:], type=dict[str, Raw])
         breathe()
-        metadata = msgspec.json.decode(fields.pop("__metadata__", Raw(b"null")), type=_Metadata)
+        metadata = _metadata(msgspec.json.decode(fields.pop("__metadata__", Raw(b"null"))), key)
         breathe()
         dtypes, rows = _dtype_rows(metadata.dtypes), metadata.blobs.split(",")
         wanted = {f"{blob.digest}-{blob.kind}": blob for blob in blobs}
@@ -210,6 +251,23 @@ def describe_some(header: bytes, blobs: Collection[Blob], breathe: Callable[[], 
     if len(found) != len(blobs):
         raise ValueError(f"pack: its header describes {len(found)} of {len(blobs)} blobs as they are named")
     return found
+
+
+def _metadata(fields: Any, key: Key | None) -> _Metadata:
+    number = fields.get("format") if isinstance(fields, dict) else None
+    match number, key:
+        case "1", None:
+            return msgspec.convert(fields, _Metadata)
+        case "2", Key():
+            sealed = msgspec.convert(fields, _Sealed)
+            if sealed.key_id != key.id:
+                raise ValueError(f"pack: sealed with key {sealed.key_id[:20]!r}, and this is key {key.id}")
+            dtypes, _, blobs = key.open_rows(b64decode(sealed.rows, validate=True), sealed.place).partition("\n")
+            return _Metadata(number, dtypes, blobs)
+        case "1" | "2", _:
+            raise ValueError(f"pack: {'in the clear, in an encrypted store' if key else 'sealed, and no key is given'}")
+        case _:
+            raise ValueError(f"pack: format {number!r:.20}, and this version reads 1 and 2")
 
 
 def _blob(n: int, name: str, entry: _Entry, row: str, dtypes: list[tuple[str, int]], base: int) -> PackedBlob:

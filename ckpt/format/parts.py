@@ -30,6 +30,7 @@ from ckpt.format.documents import (
     snapshot_id,
 )
 from ckpt.format.frames import expand
+from ckpt.format.key import Unopened
 from ckpt.format.layout import Layout
 from ckpt.format.names import PackName, RunId, SnapshotId
 from ckpt.format.shards import DTYPES, MAX_CHUNK, MAX_DIMS, Box, cut_count, whole
@@ -318,6 +319,8 @@ def read_part(data: bytes, *, key: str, name: PartRef | None = None, breathe: Ca
         DamagedError: bytes, fields or cross references are wrong.
         FormatTooNew: a later version of this library wrote it.
     """
+    if isinstance(data, Unopened):
+        raise damaged(key, data.expected, data.found)
     if name is not None:
         if len(data) != name.length:
             raise damaged(key, f"{name.length} bytes", f"{len(data)} bytes")

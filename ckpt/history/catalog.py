@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 from ckpt.errors import DamagedError, NoSnapshot
+from ckpt.format.key import head_of
 from ckpt.format.manifest import MAX_DOCUMENT, PinDoc, RunDoc, Snapshot, parse_snapshot, unseal
 from ckpt.format.names import (
     JOURNAL,
@@ -36,6 +37,7 @@ from ckpt.format.names import (
     run_key,
 )
 from ckpt.history.copies import checked
+from ckpt.history.keyed import check_key, key_of
 from ckpt.history.reading import THREADS, read_many
 from storage_backends.base import Entry, NotFound, Refused, Store
 
@@ -184,6 +186,8 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
                     assert pinned is not None  # the field's pattern has been checked
                     pins[pin.name] = pinned
         except DamagedError as error:
+            if head_of(data) is not None and key_of(store) is None:
+                check_key(store, None)  # asked only now: whoever reads a store in the clear makes no request for it
             problems.append(Problem(key, str(error), "unreadable"))
 
     snapshots: dict[SnapshotId, Snapshot] = {}

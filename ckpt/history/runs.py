@@ -24,7 +24,18 @@ from importlib import metadata
 from pathlib import Path
 
 from ckpt.errors import DamagedError, StoreInUse
-from ckpt.format.manifest import FORMAT, MAX_DOCUMENT, Alive, Holder, PruneDoc, RunDoc, StoreDoc, seal, unseal
+from ckpt.format.manifest import (
+    ENCRYPTED_FORMAT,
+    FORMAT,
+    MAX_DOCUMENT,
+    Alive,
+    Holder,
+    PruneDoc,
+    RunDoc,
+    StoreDoc,
+    seal,
+    unseal,
+)
 from ckpt.format.names import (
     PACKS,
     PARTS,
@@ -41,6 +52,7 @@ from ckpt.format.names import (
 )
 from ckpt.history.clock import Clock
 from ckpt.history.copies import read
+from ckpt.history.keyed import check_mark, key_of
 from storage_backends.base import Entry, NotFound, Store
 
 log = logging.getLogger(__name__)
@@ -97,16 +109,19 @@ def ensure_store(store: Store) -> None:
 
     Raises:
         DamagedError: it is there and is something else.
+        WrongKey: the store is behind another key, or none.
         FormatTooNew: a newer version of this library made the store.
     """
+    key = key_of(store)
     try:
         doc = read(store, STORE_KEY, lambda data: unseal(data, StoreDoc, key=STORE_KEY))
     except NotFound:
-        store.put(STORE_KEY, seal(StoreDoc(FORMAT)))
+        store.put(STORE_KEY, seal(StoreDoc(FORMAT) if key is None else StoreDoc(ENCRYPTED_FORMAT, key_id=key.id)))
         return
     if doc.kind != _KIND:
         text = f"{store.url}: {STORE_KEY} says {doc.kind!r}, expected {_KIND!r}; give another URL"
         raise DamagedError(text, key=STORE_KEY, expected=_KIND, found=doc.kind)
+    check_mark(doc, store.url, key)
 
 
 def history_exists(store: Store) -> bool:

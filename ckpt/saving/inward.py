@@ -19,12 +19,13 @@ from ckpt.errors import HistoryExists
 from ckpt.format.codec import Codec
 from ckpt.format.layout import Layout, Region, lay_out
 from ckpt.format.manifest import Blob, Chunk, PartHead, chunk_digest, digest64, digest128, write_part
-from ckpt.format.names import PackName, SnapshotId
+from ckpt.format.names import PackName, SnapshotId, pack_place, packs_prefix
 from ckpt.format.pack import PACK_LIMIT, TEXT_BOUND, PackBuilder
 from ckpt.format.probe import Learned
 from ckpt.format.shards import DTYPES, Shard
 from ckpt.history.clock import Clock
 from ckpt.history.commit import publish, put_part
+from ckpt.history.keyed import key_of
 from ckpt.history.runs import Heartbeat, Identity, ensure_store, history_exists, open_run
 from ckpt.progress import UNWATCHED, Watch
 from storage_backends.base import StorageError, Store
@@ -121,11 +122,12 @@ class _Filling:
         self._id = id_
         self._codec = Codec()
         self._learned = Learned()
-        self._builder = PackBuilder()
+        self._key = key_of(store)
+        self.sizes: dict[str, int] = {}
+        self._builder = self._next()
         self._packing: list[tuple[str, int, str]] = []
         self._chunks: dict[str, Chunk] = {}
         self._known: set[str] = set()
-        self.sizes: dict[str, int] = {}
         self.stored: dict[int, int] = {}
 
     def fill(self, layout: Layout, sources: Mapping[Shard, Source]) -> tuple[Chunk, ...]:
@@ -156,6 +158,8 @@ class _Filling:
         kind = self._learned.choose(raw, None, DTYPES[dtype], cls).keyframe_kind
         blob = self._codec.encode(kind, raw, None, DTYPES[dtype])
         self._learned.learn(cls, DTYPES[dtype], kind, len(raw), len(blob))
+        if self._key is not None:
+            blob = self._key.seal_blob(blob, kind, f"{packs_prefix(self._id)}00000/{len(self._known)}")
         if self._packing and self._builder.size + len(blob) + TEXT_BOUND > PACK_LIMIT:
             self._send()
         own = digest64(blob)
@@ -174,7 +178,10 @@ class _Filling:
         self.sizes[key] = len(pack.data)
         for (digest, kind, own), (start, stop) in zip(self._packing, pack.ranges, strict=True):
             self._chunks[digest] = Chunk(digest, (Blob(key, start, stop, kind, own),))
-        self._builder, self._packing = PackBuilder(), []
+        self._builder, self._packing = self._next(), []
+
+    def _next(self) -> PackBuilder:
+        return PackBuilder(self._key, pack_place(self._id, 0, len(self.sizes)))
 
 
 def _pieces(layout: Layout, region: Region, source: Source) -> Iterator[tuple[int, Bytes]]:

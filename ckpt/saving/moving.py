@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.format.manifest import Blob, digest64
 from ckpt.format.pack import describe_some
+from ckpt.history.keyed import key_of
 from ckpt.saving.packing import Parcel
 from storage_backends.base import Store
 
@@ -39,7 +40,7 @@ def parcels(store: Store, pack: str, size: int, blobs: Sequence[Blob], breathe: 
         raise ValueError(f"a header of {begin} bytes in {size}")
     if begin > len(head):
         head += store.get_range(pack, len(head), begin)
-    said = describe_some(head[:begin], blobs, breathe)
+    said = describe_some(head[:begin], blobs, breathe, key_of(store))
     for run in _runs(sorted(blobs, key=lambda blob: blob.start)):
         first, stop = run[0].start, run[-1].stop
         data = head[first:stop] if stop <= len(head) else store.get_range(pack, first, stop)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt.format.manifest import Blob
-from ckpt.format.names import PackName, SnapshotId
+from ckpt.format.names import PackName, SnapshotId, pack_place
 from ckpt.format.pack import TEXT_BOUND, PackBuilder
+from ckpt.history.keyed import key_of
 from ckpt.saving.policy import Lifetime
 from ckpt.saving.threads import Crew, Pending
 from storage_backends.base import Store
@@ -161,7 +162,8 @@ class Outbox:
         self._gathered -= size
         if not blobs:
             return
-        builder = PackBuilder()
+        n = len(self._packed.packs)
+        builder = PackBuilder(key_of(self._store), pack_place(self._id, self._rank, n))
         for b in blobs:
             builder.add(
                 b.data,
@@ -174,7 +176,7 @@ class Outbox:
             self._breathe()
         done = builder.finish()
         del builder
-        key = PackName(self._id, self._rank, len(self._packed.packs), done.digest).key
+        key = PackName(self._id, self._rank, n, done.digest).key
         self._packed.packs[key] = len(done.data)
         # Popped, because thousands of blobs freed at once would hold the GIL as long as a loop over them.
         for start, stop in reversed(done.ranges):

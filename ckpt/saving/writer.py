@@ -25,6 +25,7 @@ from ckpt.format.names import PartName, SnapshotId
 from ckpt.format.probe import Learned
 from ckpt.history import commit
 from ckpt.history.clock import Clock
+from ckpt.history.keyed import key_of
 from ckpt.saving.breath import Breath
 from ckpt.saving.diff import Held
 from ckpt.saving.job import Failed, Outcome, Reference, Report, Saved, SaveJob
@@ -275,6 +276,7 @@ class Writer:
             outbox=outbox,
             tally=tally,
             breathe=breathe,
+            key=key_of(self._store),
         ).run()
         mark = time.perf_counter()
         reference = held.reference

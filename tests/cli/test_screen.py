@@ -169,7 +169,7 @@ def test_storage_options_are_json_where_they_parse_and_text_otherwise(
 ) -> None:
     seen: list[tuple[str, dict[str, object]]] = []
     monkeypatch.setattr(screen, "open_store", lambda url, **options: seen.append((url, options)))
-    open_url("s3://bucket/run7", [option, "other=1"])
+    open_url("s3://bucket/run7", [option, "other=1"], locked=True)
     assert seen == [("s3://bucket/run7", {option.partition("=")[0]: expected, "other": 1})]
 
 

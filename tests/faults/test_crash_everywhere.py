@@ -14,7 +14,9 @@ import pytest
 
 import ckpt
 from ckpt import checkpointer
+from ckpt.format.key import Key
 from ckpt.history.clock import SystemClock
+from ckpt.history.keyed import with_key
 from ckpt.history.retention import execute, plan_prune
 from ckpt.saving.writer import WriterSettings
 from storage_backends.base import Refused, StorageError, Store
@@ -51,13 +53,14 @@ class Start:
     """A store, and the book of what is on it."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore()
+        self.disk = MemoryStore()
+        self.store: Store = self.disk
         self.book = Book()
 
     def copy(self) -> Start:
-        other = Start()
-        for entry in self.store.list(""):
-            other.store.put(entry.key, self.store.get(entry.key))
+        other = type(self)()
+        for entry in self.disk.list(""):
+            other.disk.put(entry.key, self.disk.get(entry.key))
         other.book = Book(dict(self.book.pages), self.book.told)
         return other
 
@@ -123,7 +126,7 @@ def at_every_call(
         before = now.book.told
         # The heartbeat beats by the clock, beside the story; no save and no restore looks at it.
         named = {at: n, "where": lambda key: not key.startswith("alive/"), **fault}
-        store = FaultyStore(now.store, **named)
+        store = FaultyStore(now.disk, **named)
         try:
             story(through(store), now.book)
         except (Crash, StorageError):
@@ -157,6 +160,25 @@ WRITES_FOR_EVER = pytest.param({"for_ever": True, "error": Refused, "verbs": WRI
 def test_a_fault_at_any_call_of_the_first_saves_leaves_only_whole_snapshots(fault: dict[str, Any]) -> None:
     """A1, C1."""
     calls, struck = at_every_call(Start(), first_start, **fault)
+    assert calls >= (14 if "verbs" in fault else 30)
+    assert struck >= SAVING
+
+
+KEY = Key(bytes(range(32)))
+
+
+class Locked(Start):
+    """Whoever looks afterwards has the key; the fault strikes below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = with_key(self.disk, KEY)
+
+
+@pytest.mark.parametrize("fault", [CRASH, CRASH_LANDS, ONCE])
+def test_the_same_on_an_encrypted_store(fault: dict[str, Any]) -> None:
+    """A1, C1: keys change what objects hold, and nothing about the order in which they come."""
+    calls, struck = at_every_call(Locked(), first_start, through=lambda store: with_key(store, KEY), **fault)
     assert calls >= (14 if "verbs" in fault else 30)
     assert struck >= SAVING
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.errors import DamagedError
+from ckpt.format.key import Key
 from ckpt.format.manifest import Chunk, Part, PinDoc, PruneDoc, seal
 from ckpt.format.names import (
     ALIVE,
@@ -26,6 +27,7 @@ from ckpt.format.names import (
     prune_key,
 )
 from ckpt.format.shards import Leaf, Shard, whole
+from ckpt.history.keyed import with_key
 from recovery.assemble import Wanted
 from recovery.load import load
 from recovery.read import open_snapshot, read_parts
@@ -42,12 +44,14 @@ KINDS = (PACKS, PACKS, PACKS, PARTS, SNAPSHOTS, RUNS, PINS, PRUNES, STORE_KEY)
 class Sample:
     """Keyframes, deltas of all kinds, three ranks, and one object of every kind; leftovers of a crashed save too."""
 
-    def __init__(self) -> None:
-        self.store = MemoryStore()
+    def __init__(self, key: Key | None = None) -> None:
+        self.disk = MemoryStore()
+        self.store = with_key(self.disk, key)
         self.states: list[State] = list(drifting(4, rows=32))
         self.ids = written_store(self.store, self.states, ranks=3, chunk=4096)
-        leftover = DirectWriter(self.store, ranks=3, chunk=4096, last=self.ids[-1])
-        leftover.step(50, drifting(1, seed=5, rows=16)[0], commit=False)
+        if key is None:
+            leftover = DirectWriter(self.store, ranks=3, chunk=4096, last=self.ids[-1])
+            leftover.step(50, drifting(1, seed=5, rows=16)[0], commit=False)
         self.store.put(pin_key("best"), seal(PinDoc(1, "best", str(self.ids[1]))))
         self.store.put(prune_key("0f0f"), seal(PruneDoc(1, (str(SnapshotId(RUN, 1)),), ())))
         self.needed = self._needed()
@@ -94,22 +98,23 @@ def _flips(sample: Sample, count: int) -> Iterator[tuple[str, int]]:
     random_ = random.Random(20260)
     for n in range(count):
         key = random_.choice(sample.keys(KINDS[n % len(KINDS)]))
-        yield key, random_.randrange(8 * len(sample.store.get(key)))
+        yield key, random_.randrange(8 * len(sample.disk.get(key)))
 
 
-def test_no_single_flipped_bit_goes_unnoticed_and_only_its_readers_are_refused() -> None:
+@pytest.mark.parametrize("key", [None, Key(bytes(range(32)))], ids=["in the clear", "encrypted"])
+def test_no_single_flipped_bit_goes_unnoticed_and_only_its_readers_are_refused(key: Key | None) -> None:
     """At least 500 flips over all kinds of objects but the heartbeat."""
-    sample = Sample()
-    assert {f.level for f in verify(sample.store, deep=True)} == {"note"}
+    sample = Sample(key)
+    assert {f.level for f in verify(sample.store, deep=True)} <= {"note"}
     refused = unread = fallen_back = 0
-    for key, bit in _flips(sample, FLIPS):
-        flipped(sample.store, key, bit)
-        hit = sample.hit(key, bit // 8)
+    for where, bit in _flips(sample, FLIPS):
+        flipped(sample.disk, where, bit)
+        hit = sample.hit(where, bit // 8)
         findings = [f for f in verify(sample.store, deep=True, threads=1) if f.level != "note"]
-        assert key in {f.key for f in findings}, f"bit {bit} of {key} went unnoticed"
-        found = next(f for f in findings if f.key == key)
-        assert set(found.steps) == {id_.step for id_ in hit}, f"bit {bit} of {key}: {found}"
-        _belongs(key, found.step, found.rank, found.leaf, hit)
+        assert where in {f.key for f in findings}, f"bit {bit} of {where} went unnoticed"
+        found = next(f for f in findings if f.key == where)
+        assert set(found.steps) == {id_.step for id_ in hit}, f"bit {bit} of {where}: {found}"
+        _belongs(where, found.step, found.rank, found.leaf, hit)
         for id_, state in zip(sample.ids, sample.states, strict=True):
             if id_ in hit:
                 with pytest.raises(DamagedError):
@@ -120,7 +125,7 @@ def test_no_single_flipped_bit_goes_unnoticed_and_only_its_readers_are_refused()
                 unread += 1
         if hit:
             fallen_back += _newest_whole(sample, hit)
-        flipped(sample.store, key, bit)
+        flipped(sample.disk, where, bit)
     assert refused > 200
     assert unread > 1000
     assert fallen_back > 50

@@ -22,6 +22,7 @@ import xxhash
 from . import second_codec as codec
 from . import second_values
 from .second_codec import SIZES, Damaged
+from .second_key import SecondKey
 
 VERSION = 1
 RUN, STEP, REVISION = r"(?P<run>\d{6}-[0-9a-f]{8})", r"(?P<step>\d{12})", r"(\.r(?P<revision>[1-9]\d*))?"
@@ -74,7 +75,7 @@ class PackRow:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def parse(data: bytes) -> Any:
+def parse(data: bytes, version: int = VERSION) -> Any:
     def refuse(word: str) -> Any:
         raise Damaged(f"{word} is not JSON")
 
@@ -84,19 +85,19 @@ def parse(data: bytes) -> Any:
         raise Damaged(f"not JSON: {error}") from error
     if not isinstance(document, dict) or type(document.get("format")) is not int:
         raise Damaged("not an object with a number `format`")
-    if document["format"] > VERSION:
-        raise NewerFormat(f"format {document['format']}; this reader knows up to {VERSION}")
+    if document["format"] > version:
+        raise NewerFormat(f"format {document['format']}; this reader knows up to {version}")
     return document
 
 
-def unseal(data: bytes) -> Any:
+def unseal(data: bytes, version: int = VERSION) -> Any:
     body, seal = data[:-33], data[-33:]
     if not body.endswith(b"\n") or seal != xxhash.xxh3_128_hexdigest(body).encode() + b"\n":
         raise Damaged("the digest at the end does not fit")
-    return parse(body)
+    return parse(body, version)
 
 
-def read_pack(data: bytes) -> dict[int, PackRow]:
+def read_pack(data: bytes, name: str = "", key: SecondKey | None = None) -> dict[int, PackRow]:
     """The blobs of a pack by their start in the file, from its header alone (§4)."""
     if len(data) < 8:
         raise Damaged("a pack without a header")
@@ -105,6 +106,8 @@ def read_pack(data: bytes) -> dict[int, PackRow]:
         raise Damaged("a pack's header is longer than the pack")
     header = json.loads(data[8:begin])
     meta = header.pop("__metadata__")
+    if key is not None:
+        meta = key.rows(meta, name)
     if meta["format"] != "1":
         raise NewerFormat(f"a pack of format {meta['format']}")
     dtypes = [row.split(":")[0] for row in meta["dtypes"].split(",")]
@@ -128,21 +131,28 @@ def read_pack(data: bytes) -> dict[int, PackRow]:
 
 
 class SecondReader:
-    """A store in a folder: the object `a/b` is the file `a/b`."""
+    """A store in a folder: the object `a/b` is the file `a/b`. `secret`: the key of an encrypted one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, secret: bytes | None = None) -> None:
         self.folder = folder
+        self.key = None if secret is None else SecondKey(secret)
         self.names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         self.packs: dict[str, tuple[bytes, dict[int, PackRow]]] = {}
-        mark = unseal(self.get("store.json"))
+        mark = unseal(self.stored("store.json"), 1 if self.key is None else 2)
         if mark["kind"] != "incremental-ckpt store":
             raise Damaged("store.json is not the mark of such a store")
+        if mark["key_id"] != (None if self.key is None else self.key.id):
+            raise Damaged(f"store.json asks for key {mark['key_id']}")
 
-    def get(self, name: str) -> bytes:
+    def stored(self, name: str) -> bytes:
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError as error:
             raise Damaged(f"{name} is missing") from error
+
+    def get(self, name: str) -> bytes:
+        """A document."""
+        return self.stored(name) if self.key is None else self.key.document(self.stored(name), name)
 
     def snapshots(self) -> dict[str, dict[str, Any]]:
         """Every snapshot by id, in order of (run, step): the highest revision that can be read, its parts all there."""
@@ -260,6 +270,8 @@ class SecondReader:
                 raise Damaged(f"the pack describes the blob at {start} otherwise than the part")
             if xxhash.xxh3_64_hexdigest(blob) != blob_digest or row.base != before:
                 raise Damaged(f"the blob at {start} is not the one that was stored")
+            if self.key is not None:
+                blob = self.key.blob(blob, kind)
             data = codec.decode(
                 kind, blob, data if kind in codec.NEED_BASE else None, math.prod(whole[1]) * size, dtype
             )
@@ -279,10 +291,10 @@ class SecondReader:
 
     def blob(self, name: str, length: int, start: int) -> tuple[bytes, PackRow]:
         if name not in self.packs:
-            match, data = PACK.fullmatch(name), self.get(name)
+            match, data = PACK.fullmatch(name), self.stored(name)
             if match is None or len(data) != length or xxhash.xxh3_64_hexdigest(data) != match["digest"]:
                 raise Damaged(f"{name} is not the pack that its name says")
-            self.packs[name] = (data, read_pack(data))
+            self.packs[name] = (data, read_pack(data, name, self.key))
         data, rows = self.packs[name]
         if start not in rows:
             raise Damaged(f"no blob starts at byte {start} of {name}")

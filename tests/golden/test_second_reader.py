@@ -30,24 +30,32 @@ NEWEST = "000003-deadbeef-000000000050"
 COMPACTED = "000001-00c0ffee-000000000020"
 
 
-@pytest.mark.parametrize("module", ["second_reader", "second_codec", "second_values"])
+ALLOWED = {*sys.stdlib_module_names, "numpy", "xxhash", "zstandard", "cryptography"}
+
+
+@pytest.mark.parametrize("module", ["second_reader", "second_codec", "second_values", "second_key"])
 def test_it_shares_no_code_with_the_product(module: str) -> None:
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
-    assert {name.split(".")[0] for name in imported} <= {*sys.stdlib_module_names, "numpy", "xxhash", "zstandard"}
+    assert {name.split(".")[0] for name in imported} <= ALLOWED
 
 
 # -- a store of today --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", ["4KiB", "512KiB"])
-def test_it_reads_a_real_training_bit_for_bit(tmp_path: Path, chunk: str) -> None:
+@pytest.mark.parametrize(("chunk", "secret"), [("4KiB", None), ("512KiB", None), ("4KiB", bytes(range(32)))])
+def test_it_reads_a_real_training_bit_for_bit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, chunk: str, secret: bytes | None
+) -> None:
     """Every save of a real job, loaded by the page alone: parameters, buffers, optimizer state, schedule, ties."""
     training, saved = Training(width=300), {}
     table = np.arange(6).reshape(2, 3)
     more = {"head": training.model.out, "own": {"table": table, "seen": {1, 2}}}
-    options = ckpt.Options(chunk=chunk, restore_amplification=3)
+    key = None if secret is None else tmp_path_factory.mktemp("keys") / "key"
+    if key is not None and secret is not None:
+        key.write_text(secret.hex())
+    options = ckpt.Options(chunk=chunk, restore_amplification=3, key=key)
     with Checkpointer(tmp_path, training.state | more, options=options) as checkpointer:
         checkpointer.restore()
         for step in range(1, 5):
@@ -56,7 +64,7 @@ def test_it_reads_a_real_training_bit_for_bit(tmp_path: Path, chunk: str) -> Non
             table += 1
             checkpointer.save(step, metrics={"loss": 0.5 * step}).wait()
             saved[step] = (tensors_of(training), training.schedule.state_dict(), table.copy())
-    reader = SecondReader(tmp_path)
+    reader = SecondReader(tmp_path, secret)
     steps = {document["step"]: id_ for id_, document in reader.snapshots().items()}
     assert list(steps) == [1, 2, 3, 4]
     forms: set[str] = set()
@@ -169,8 +177,8 @@ class Flipping(SecondReader):
         self.bad, self.place, self.read = bad, place, set[str]()
         super().__init__(folder)
 
-    def get(self, name: str) -> bytes:
-        data = bytearray(super().get(name))
+    def stored(self, name: str) -> bytes:
+        data = bytearray(super().stored(name))
         self.read.add(name)
         if name == self.bad:
             data[int(self.place * len(data))] ^= 4

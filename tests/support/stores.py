@@ -28,7 +28,6 @@ from ckpt.format.manifest import (
     PartRef,
     RunDoc,
     Snapshot,
-    StoreDoc,
     Totals,
     chunk_digest,
     digest64,
@@ -38,11 +37,12 @@ from ckpt.format.manifest import (
     unseal,
     write_part,
 )
-from ckpt.format.names import STORE_KEY, PackName, PartName, RunId, SnapshotId, SnapshotName, run_key
+from ckpt.format.names import PackName, PartName, RunId, SnapshotId, SnapshotName, run_key
 from ckpt.format.pack import PackBuilder
 from ckpt.format.parts import encode_part
 from ckpt.format.shards import DEFAULT_CHUNK, DTYPES, Box, Leaf, Shard, whole
 from ckpt.history.clock import SystemClock
+from ckpt.history.runs import ensure_store
 from ckpt.saving.job import Failed, Outcome, SaveJob
 from ckpt.saving.writer import Writer, WriterSettings
 from storage_backends.base import Store
@@ -115,7 +115,7 @@ class DirectWriter:
 
     def begin(self, resumed_from: SnapshotId | None = None) -> None:
         """store.json, and the run's own document."""
-        self.store.put(STORE_KEY, seal(StoreDoc(FORMAT)))
+        ensure_store(self.store)
         document = RunDoc(
             FORMAT, str(self.run), self.ranks, "here", 1, "0", "boot", "0", None, 0.0,
             None if resumed_from is None else str(resumed_from), {"incremental-ckpt": "0"},

@@ -315,7 +315,7 @@ def sealed(text: bytes) -> bytes:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: type(d).__name__)
 def test_a_newer_document_asks_for_an_upgrade(document: Any) -> None:
     with pytest.raises(FormatTooNew):
-        unseal(sealed(b'{"format":2}'), type(document), key="k")
+        unseal(sealed(b'{"format":3}'), type(document), key="k")
 
 
 @settings(max_examples=300, deadline=None)
