@@ -149,6 +149,25 @@ def covered(store: Store, history: History) -> dict[SnapshotId, int]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class After:
+    """What can be replayed after a snapshot: up to step `last`, from `nbytes` of segments of all its ranks."""
+
+    last: int
+    nbytes: int
+
+
+def journal_after(store: Store, id_: SnapshotId, world_size: int) -> After | None:
+    """What the segments of a run lead to from one of its snapshots; None if nowhere. Raises StorageError."""
+    sizes = {entry.key: entry.size for entry in store.list(journal_prefix(id_.run))}
+    names = [name for key in sizes if (name := SegmentName.parse(key)) is not None]
+    records = records_of(names, (), id_.run)
+    last = min(records.reach(rank, id_.step) for rank in range(world_size))
+    if last == id_.step:
+        return None
+    return After(last, sum(sizes[name.key] for name in names if name.previous < last and name.step > id_.step))
+
+
 def find_base(store: Store, history: History, name: int | str) -> tuple[SnapshotId, int] | None:
     """The snapshot from which the journal leads to the step that a person means, and that step: a step of the live
     line, ``GENERATION/STEP`` or a full id; None if none does."""

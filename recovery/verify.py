@@ -2,7 +2,7 @@
 
 Shallow: every document read and its digest checked, every part that a snapshot names, whether the parts make that
 snapshot (coverage, ownership, totals), every pack there and of the right length. Deep: every byte of every pack
-against the digest in its name, every chunk of every snapshot rebuilt against its digest.
+against the digest in its name, every chunk of every snapshot rebuilt against its digest, every record of the journal.
 
 One thing that is wrong gives one finding, which names everything that depends on it. A single flipped bit in any
 object but a heartbeat is found by the deep check: each object is digested by itself, by its name, or by whoever names
@@ -34,6 +34,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.names import (
     ALIVE,
+    JOURNAL,
     PACKS,
     PARTS,
     PINS,
@@ -43,6 +44,7 @@ from ckpt.format.names import (
     STORE_KEY,
     PackName,
     PartName,
+    SegmentName,
     SnapshotId,
     SnapshotName,
     parse_run_key,
@@ -64,6 +66,7 @@ from recovery.read import (
     read_part_bytes,
     stored_value,
 )
+from recovery.segments import segment_findings
 from recovery.shards import MEMORY
 from storage_backends.base import NotFound, Store
 from storage_backends.copies import Copied
@@ -103,6 +106,8 @@ def verify(
         yield from check.leftovers()
     if deep:
         yield from check.chunks()
+        if only is None:
+            yield from segment_findings(store, check.sizes, threads)
     for key, trouble in sorted(check.trouble.items()):
         yield trouble.finding(key)
 
@@ -198,6 +203,8 @@ class _Check:
             parsed = PartName.parse(key)
         elif key.startswith(SNAPSHOTS):
             parsed = SnapshotName.parse(key)
+        elif key.startswith(JOURNAL):
+            parsed = SegmentName.parse(key)
         elif key.startswith((PINS, PRUNES)):
             parsed = (key.count("/") == 1 and key.endswith(".json")) or None
         else:

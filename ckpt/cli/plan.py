@@ -14,6 +14,7 @@ from ckpt.format.manifest import Snapshot
 from ckpt.history.catalog import find, read_history
 from recovery.assumed import Reload, Scene, new_layout, parts_to_read, same_layout
 from recovery.estimate import Bandwidths, Estimate, estimate
+from recovery.journaled import journal_after
 from recovery.planner import Copy, Fetch, Keep, Plan, Receive
 from recovery.quantities import seconds_text
 from recovery.read import OpenSnapshot, following, read_parts
@@ -73,9 +74,12 @@ def command(
         snapshot, scene = following(watched, find(read_history(watched), step), look)
     made = scene.plan()
     time, reload = estimate(made, given), scene.reload(given)
+    after = journal_after(store, snapshot.id, snapshot.world_size)
     if as_json:
+        replay = None if after is None else {"last": after.last, "bytes": after.nbytes}
         print_json(
             {"id": str(snapshot.id), "step": snapshot.step, "lost": gone, **_document(scene, made, time, reload)}
+            | {"replay": replay}
         )  # fmt: skip
         return
     there = len(scene.nodes)
@@ -86,6 +90,11 @@ def command(
     print(f"recovery: {time}")
     if reload.nbytes:
         print(f"full reload: {bytes_text(reload.nbytes)} from the store, about {seconds_text(reload.seconds)}")
+    if after is not None:
+        print(
+            f"then, with journal=: replay steps {snapshot.step + 1} to {after.last} of {snapshot.world_size} saved "
+            f"ranks, {bytes_text(after.nbytes)} of records, less what mirrors' folders hold"
+        )
     if snapshot.without:
         print(f"weights only: a restore of {', '.join(snapshot.without)} takes another snapshot; name one with --step")
     for note in scene.notes:

@@ -10,9 +10,11 @@ import torch
 import ckpt as library
 from ckpt.errors import NoSnapshot
 from ckpt.history.catalog import read_history
+from recovery.verify import verify
 from storage_backends import open_store
 from tests.cli.conftest import Ckpt
 from tests.support.journals import job
+from tests.support.stores import flipped
 from tests.support.training import Training
 
 
@@ -50,3 +52,28 @@ def test_a_history_compares_journaled_steps(tmp_path: Path) -> None:
     assert history.diff(7, 7).equal and not history.diff("1/6", 7).equal
     with pytest.raises(NoSnapshot):
         history.diff(5, 9)
+
+
+def test_a_plan_says_what_will_be_replayed(ckpt: Ckpt, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    job(store, Training(), 8)
+    sizes = [entry.size for entry in open_store(store).list("journal/")]
+    assert ckpt("plan", store, "--json").json["replay"] == {"last": 8, "bytes": sum(sizes[5:])}
+    assert "replay steps 6 to 8 of 1 saved ranks" in ckpt("plan", store).out
+    assert ckpt("plan", store, "--step", "0", "--json").json["replay"] == {"last": 8, "bytes": sum(sizes)}
+
+
+def test_verify_knows_segments_and_finds_any_flip_in_them(ckpt: Ckpt, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    job(store, Training(), 8)
+    said = ckpt("verify", tmp_path / "store", "--deep", "--json")
+    assert said.code == 0 and not said.json["findings"], said.out
+    for n, entry in enumerate(store.list("journal/")):
+        whole = store.get(entry.key)
+        flipped(store, entry.key, 8 * (n * len(whole) // 8) + n % 8)
+        found = [f for f in verify(store, deep=True) if f.level == "error"]
+        assert [f.key for f in found] == [entry.key] and found[0].steps == (n + 1,)
+        assert "snapshots are not touched by it" in found[0].text
+        store.put(entry.key, whole)
+    store.put("journal/000001-0123abcd/00000/odd.segment", b"?")
+    assert any("not an object of this format" in f.text for f in verify(store))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckpt.errors import NoSnapshot, UnsupportedState
 from ckpt.history.catalog import read_history
 from ckpt.rolling import OPTIMIZERS
 from storage_backends.memory import MemoryStore
+from tests.support.faulty import GateStore
 from tests.support.journals import EVERY_STEP, QUIET, job, recording, unhurt
 from tests.support.stores import flipped
 from tests.support.training import Training
@@ -292,3 +294,97 @@ def test_statistics_tell_what_the_journal_took() -> None:
         ticket = other.save(3)
         ticket.wait(20)
     assert ticket.report is not None and ticket.report.journal is not None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_that_skips_is_replayed_skipping(fused: bool) -> None:
+    """A fused optimizer is called in any case, and unscales and skips by itself."""
+
+    class Scaled(Training):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__(seed)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+        @property
+        def state(self) -> dict[str, object]:
+            return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+        def train(self, step: int) -> float:
+            x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+            loss = self.model(x).square().mean() * (float("inf") if step in (6, 7) else 1.0)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return loss.item()
+
+    store = MemoryStore()
+    expected = recording(unhurt(10, Scaled))
+    saver = job(store, Scaled(), 9)
+    assert saver.stats.journal is not None and saver.stats.journal.off is None
+    again = Scaled(seed=4)
+    saver = job(store, again, 10)
+    assert saver.restored is not None and saver.restored.step == 9
+    assert recording(again) == expected
+
+
+def test_every_second_step_is_one_to_come_back_to() -> None:
+    store = MemoryStore()
+    journal = ckpt.Journal(every=2, flush="1 step", to="store")
+    job(store, Training(), 9, journal=journal)
+    assert [int(e.key[-20:-8]) for e in store.list("journal/")] == [2, 4, 5, 6, 8], "and the snapshot's own step"
+    again = Training(seed=6)
+    saver = job(store, again, 12, journal=journal)
+    assert saver.restored is not None and saver.restored.step == 8
+    assert recording(again) == recording(unhurt(12))
+
+
+def test_copies_that_overlap_with_training_and_the_decorated_loop_go_with_a_journal(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    @ckpt.checkpointed(
+        tmp_path / "store", every=5, capture="overlap", journal=EVERY_STEP, mirror="off", options=QUIET
+    )  # fmt: skip
+    def train(run: ckpt.Run, training: Training, last: int) -> None:
+        run.track(**training.state)
+        for step in run.steps(20):
+            if step == last:
+                ended.append(step)
+                raise ZeroDivisionError
+            training.train(step)
+
+    for seed, last in ((0, 8), (7, 13)):
+        with pytest.raises(ZeroDivisionError):
+            train(Training(seed=seed), last)
+    again = Training(seed=1)
+    train(again, 99)
+    assert ended == [8, 13]
+    assert recording(again) == recording(unhurt(20))
+
+
+def test_steps_at_risk_are_as_many_as_was_asked_for() -> None:
+    """With the store closed to records, as many steps pass as may be at risk; the next one waits."""
+    gate = GateStore(MemoryStore(), verbs=frozenset({"put"}), where=lambda key: key.startswith("journal/"))
+    training = Training()
+    saver = ckpt.Checkpointer(
+        gate, training.state, every=50, journal=ckpt.Journal(flush="3 steps", to="store"), mirror="off", options=QUIET
+    )
+    assert saver.restore() == 0
+    passed: list[int] = []
+
+    def loop() -> None:
+        for step in range(5):
+            training.train(step)
+            saver.step(step + 1)
+            passed.append(step + 1)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    gate.arrived.wait(20)
+    thread.join(1.0)
+    assert passed == [1, 2]
+    gate.gate.set()
+    thread.join(20)
+    assert passed == [1, 2, 3, 4, 5]
+    saver.close()
