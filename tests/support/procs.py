@@ -82,6 +82,10 @@ class _Output:
             self._news.wait_for(lambda: text.encode() in self._data or self._ended, timeout)
             return text.encode() in self._data
 
+    def so_far(self) -> str:
+        with self._news:
+            return self._data.decode(errors="replace")
+
     def finish(self, timeout: float) -> str:
         self._reader.join(timeout)
         with self._news:
@@ -198,6 +202,14 @@ class Job:
         if not output.until(text, timeout):
             self.kill_all()
             raise AssertionError(f"rank {rank} never printed {text!r}:\n{output.finish(5)}")
+
+    def hears(self, rank: int, text: str, timeout: float) -> bool:
+        """Whether this rank prints `text` before it ends, and within `timeout` seconds."""
+        return self._processes[rank].output.until(text, timeout)
+
+    def said(self, rank: int) -> str:
+        """What this rank has printed so far."""
+        return self._processes[rank].output.so_far()
 
     def tell(self, rank: int, line: str = "") -> None:
         """Send a line to the rank's standard input."""
