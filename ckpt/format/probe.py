@@ -36,6 +36,12 @@ FULL_WEIGHT = 128 << 10
 LIMITS = (0.25, 4.0)
 """What a correction is held within: one freak chunk must not shut a kind out for ever."""
 
+LOOKS = 8
+"""Chunks of a class of which one is looked at for a delta, while the class's deltas are far too large to be used."""
+
+MARGIN = 1.1
+"""By what factor that is: deltas near the bound are always looked at."""
+
 DENSE = 0.75
 """Above this share of changed words `sparse` is not looked at: gaps and values cost more than plain differences."""
 
@@ -56,25 +62,37 @@ class Choice:
     delta_size: float
 
 
+@dataclass(slots=True)
+class _Deltas:
+    """What deltas of one class and dtype come to, per raw byte: a moving mean of the best estimates of densely changed
+    chunks. `skipped` counts the chunks since the last look."""
+
+    mean: float
+    skipped: int = 0
+
+
 class Learned:
     """Chooses kinds for one writer, and learns from what they came to. Safe to use from its encode workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ratios: dict[tuple[str, str, int], float] = {}
+        self._deltas: dict[tuple[str, str], _Deltas] = {}
         # The estimates of a thread's last choice: `learn` compares with them. Kept per thread rather than in Choice
         # because a worker chooses, encodes and learns one chunk at a time.
         self._last = threading.local()
 
-    def choose(self, new: Bytes, base: Bytes | None, dtype: DType, cls: str) -> Choice:
+    def choose(
+        self, new: Bytes, base: Bytes | None, dtype: DType, cls: str, *, most: float = float("inf")
+    ) -> Choice:  # fmt: skip
         """The kinds for a chunk of a leaf of class `cls`; `base` (of equal length) is None where no delta may be
-        used. Nothing is encoded, and neither array is read in full."""
+        used, `most` the bytes from which on none is of use. Nothing is encoded, and neither array is read in full."""
         raw = len(new)
         words = sample(words_of(new, dtype.word))
         keyframes = _keyframe_sizes(words, raw, self._zstd())
         deltas: dict[int, float] = {}
         if base is not None:
-            deltas = _delta_sizes(words, sample(words_of(base, dtype.word)), raw, dtype)
+            deltas = self._look_at_delta(words, sample(words_of(base, dtype.word)), raw, dtype, cls, most)
         self._last.cls, self._last.dtype, self._last.sizes = cls, dtype.name, {**keyframes, **deltas}
         with self._lock:
             keyframe = self._best(keyframes, cls, dtype.name)
@@ -83,6 +101,23 @@ class Learned:
         if size >= raw:
             kind, size = RAW, float(raw)
         return Choice(kind, size, *(delta if delta is not None else (None, float("inf"))))
+
+    def _look_at_delta(
+        self, words: Words, old: Words, raw: int, dtype: DType, cls: str, most: float
+    ) -> dict[int, float]:  # fmt: skip
+        """Estimates of a delta; none where the class has shown that it would be too large (all of dense fp32 training,
+        at the default bound on reads): half of a look is saved, and looks are a fifth of encoding."""
+        if np.count_nonzero(words != old) <= DENSE * len(words):
+            return _delta_sizes(words, old, raw, dtype)
+        seen = self._deltas.get((cls, dtype.name))
+        if seen is not None and seen.mean * raw > MARGIN * most and seen.skipped < LOOKS - 1:
+            seen.skipped += 1  # two threads may count one chunk as one: it need not be exact
+            return {}
+        sizes = _delta_sizes(words, old, raw, dtype)
+        best = min(sizes.values()) / raw
+        mean = best if seen is None else seen.mean + MEMORY * (best - seen.mean)
+        self._deltas[cls, dtype.name] = _Deltas(mean)
+        return sizes
 
     def learn(self, cls: str, dtype: DType, kind: int, raw: int, stored: int) -> None:
         """A chunk of `raw` bytes came to `stored` bytes. Called on the thread that chose for it, before it chooses for

@@ -221,7 +221,7 @@ def encode(codec: Codec, learned: Learned, rule: Rule, task: Task) -> Encoded:
     bound = rule.scaled(first_scale(piece.name, piece.index)) if task.young else rule
     if base is not None and not rule.admits(task.chain, 1, task.chain[0].size):
         base = None  # whatever the delta: no time is spent on a look at it
-    choice = learned.choose(task.new, base, dtype, piece.cls)
+    choice = learned.choose(task.new, base, dtype, piece.cls, most=rule.most(task.chain))
     if base is not None and choice.delta_kind is not None and choice.delta_size < choice.keyframe_size:
         if not bound.admits(task.chain, choice.delta_size, choice.keyframe_size):
             blocked = rule.admits(task.chain, choice.delta_size, choice.keyframe_size)

@@ -54,6 +54,10 @@ class Rule:
         spent = sum(blob.size for blob in chain)
         return spent + delta <= self.amplification * min(chain[0].size, keyframe)
 
+    def most(self, chain: Sequence[Blob]) -> float:
+        """Stored bytes that a delta on `chain` may have at most, were a keyframe as large as the chain's."""
+        return self.amplification * chain[0].size - sum(blob.size for blob in chain) if chain else 0.0
+
     def scaled(self, scale: float) -> Rule:
         """Both limits, as far as they exceed a bare keyframe, times `scale`."""
         return replace(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt.format.codec import KINDS, NEEDS_BASE, PLANES, RAW, SPARSE, SUB, XOR, ZSTD, Codec
-from ckpt.format.probe import LIMITS, Choice, Learned
+from ckpt.format.probe import LIMITS, LOOKS, Choice, Learned
 from ckpt.format.shards import DTYPES
 from ckpt.format.words import Bytes
 
@@ -224,3 +224,17 @@ def test_each_thread_learns_from_its_own_choices() -> None:
     for cls, factor in (("a", 1.1), ("b", 0.8)):
         again = learned.choose(raw(W), None, F32, cls)
         assert again.keyframe_size == pytest.approx(factor * first[cls].keyframe_size, rel=0.001)
+
+
+def test_a_class_whose_deltas_are_far_too_large_is_looked_at_now_and_then() -> None:
+    """And a chunk of it that hardly changed, always."""
+    learned = Learned()
+    delta = learned.choose(raw(MOVED), raw(W), F32, "parameter").delta_size
+    looked = [learned.choose(raw(MOVED), raw(W), F32, "parameter", most=delta / 2).delta_kind for _ in range(2 * LOOKS)]
+    assert [kind is not None for kind in looked] == [n % LOOKS == LOOKS - 1 for n in range(2 * LOOKS)]
+    assert learned.choose(raw(MOVED), raw(W), F32, "parameter", most=delta).delta_kind == SUB, "near the bound"
+    assert learned.choose(raw(MOVED), raw(W), F32, "buffer", most=delta / 2).delta_kind == SUB, "another class"
+    few = W.copy()
+    few[::1000] += 1
+    for _ in range(3):
+        assert learned.choose(raw(few), raw(W), F32, "parameter", most=delta / 2).delta_kind == SPARSE

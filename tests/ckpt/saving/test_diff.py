@@ -193,7 +193,7 @@ class Watched(Learned):
         self.bases: list[bool] = []
         self.learned: list[int] = []
 
-    def choose(self, new, base, dtype, cls):  # type: ignore[no-untyped-def]
+    def choose(self, new, base, dtype, cls, *, most=float("inf")):  # type: ignore[no-untyped-def]
         self.bases.append(base is not None)
         return self.answer or super().choose(new, base, dtype, cls)
 
