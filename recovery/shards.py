@@ -41,7 +41,8 @@ def read_shards(
 
     Args:
         parts: rank → part of one snapshot; only the ranks that hold something wanted must be there.
-        memory: most encoded bytes in flight over all threads (one chunk's chain per thread is always allowed).
+        memory: working memory of all threads: a quarter of it for encoded bytes in flight (one chunk's chain per thread
+            is always allowed), the rest for what it takes to hold and decode them.
         tally: counts what is read.
 
     Raises:
@@ -61,8 +62,9 @@ def from_store(
     """What `read_shards` does, for the chunks that no other source has given: the store is the last one."""
     share = max(memory // threads, 1)
     jobs = reading.lacking
-    work = _Work(store, reading, tally or Tally(), request=max(min(REQUEST, share // 2), 1))
-    batches = cut_batches(jobs, limit=max(share // 2, 1), threads=threads)
+    # Small batches: the decoding of one hides behind the reading of the next.
+    work = _Work(store, reading, tally or Tally(), request=max(min(REQUEST, share // 4), 1))
+    batches = cut_batches(jobs, limit=max(share // 4, 1), threads=threads)
     for finished in in_threads(batches, work.batch, threads=min(threads, max(len(jobs), 1))):
         yield from finished
 

@@ -48,7 +48,8 @@ class WriterSettings:
     Attributes:
         amplification: stored bytes one may have to read for a chunk, over those of a keyframe.
         commit_wait: seconds to wait for the other ranks' parts.
-        memory: bytes of encoded chunks held until they are on the store.
+        memory: bytes beyond the two host buffers: half of it for encoded chunks until they are on the store, an eighth
+            for what the encoders are given ahead; packs while they are joined, scratch and documents take of the rest.
         workers: encode threads; None: the spare cores.
         pack_limit: bytes of one pack at most; None: by the size of the state.
     """
@@ -255,14 +256,14 @@ class Writer:
         breathe = Breath()
         started = time.perf_counter()
         self._look_again()
-        ahead = self._settings.memory // 4
+        ahead = self._settings.memory // 8
         outbox = Outbox(
             self._store,
             self._uploaders,
             job.id,
             job.rank,
             pack_limit=self._settings.pack_limit or pack_limit(job.layout.nbytes),
-            memory=self._settings.memory - ahead,
+            memory=self._settings.memory // 2,
             breathe=breathe,
         )
         held = Storing(

@@ -185,10 +185,10 @@ def test_encoded_bytes_in_flight_stay_within_the_bound() -> None:
 
     [(_, data)] = read_shards(Watched(store), parts, _wants(state), memory=memory, threads=threads)
     assert data.tobytes() == state["w"].tobytes()
-    assert max(sizes) <= memory // threads // 2
+    assert max(sizes) <= memory // threads // 4
     jobs = plan_chunks(parts, _wants(state)).jobs
-    batches = list(cut_batches(jobs, limit=memory // threads // 2, threads=threads))
-    assert max(sum(job.cost for job in batch) for batch in batches) <= memory // threads // 2
+    batches = list(cut_batches(jobs, limit=memory // threads // 4, threads=threads))
+    assert max(sum(job.cost for job in batch) for batch in batches) <= memory // threads // 4
     assert sum(map(len, batches)) == len(jobs)
 
 
