@@ -196,7 +196,9 @@ def execute(
         return Pruned()
     stripped = _strip(plan, store, clock, listing_lag, breathe)
     own = prune_key(nonce())
-    going = (*plan.snapshots, *plan.leftovers)  # leftovers too: one may be committed late, and claimed at once
+    # Leftovers too: one may be committed late, and claimed at once. But not the snapshots, which stay, of which only
+    # what a killed compaction left behind goes: nobody is to give way for these.
+    going = (*plan.snapshots, *(id_ for id_ in plan.leftovers if id_ not in plan.history.snapshots))
     store.put(own, seal(PruneDoc(FORMAT, tuple(map(str, going)), plan.keys)))
     try:
         if listing_lag > 0:

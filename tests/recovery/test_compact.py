@@ -15,6 +15,7 @@ from ckpt.history.clock import SystemClock
 from ckpt.history.keep import Keep
 from ckpt.history.pins import pin, unpin
 from ckpt.history.retention import execute, plan_prune
+from ckpt.history.runs import claimed_by_prune
 from recovery.compact import Compacted, compact
 from recovery.compaction import CompactPlan, plan_compact
 from recovery.load import load
@@ -414,3 +415,25 @@ def test_a_prune_killed_while_it_removes_what_was_compacted_takes_no_snapshot_wi
         if not store.fired:
             break
     assert fired > 10
+
+
+def test_a_prune_of_what_a_killed_compaction_left_does_not_say_that_the_snapshot_goes() -> None:
+    """Else a restore would pass over it for an older one, until another prune had finished the first."""
+    inner, ids, expected = thinned()
+    plan = plan_compact(inner, threads=1)
+    store = FaultyStore(inner, crash_at=1, where=lambda key: key.endswith(".r1.json"))
+    with pytest.raises(Crash):
+        run(store, plan)
+    for name in list(read_history(inner).pins):
+        unpin(inner, name)
+    store = FaultyStore(inner, crash_at=1, verbs=frozenset({"delete"}))
+    sweep = plan_prune(store, Keep(), grace=0, threads=1)
+    assert set(sweep.leftovers) & set(ids)
+    with pytest.raises(Crash):
+        execute(sweep, store, clock=SystemClock(), threads=1)
+    assert inner.list("prunes/")
+    assert not any(claimed_by_prune(inner, id_) for id_ in ids)
+    check(inner, ids, expected)
+    prune(inner)
+    check(inner, ids, expected)
+    assert not inner.list("prunes/")
