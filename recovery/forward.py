@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -193,7 +194,8 @@ class Forward(Attempt):
                 each = wants(tables[q], documents.parts, Seat(q, world_size))
                 data = {want.shard: read[want].copy() for want in each}
                 state = begin(documents.parts[q], tables[q], data, device_of(firsts[q]))
-                stopped = roll_to(self.store, self.records, self.id.run, q, state, worst.step)
+                count = partial(self.meter.count, "journal")
+                stopped = roll_to(self.store, self.records, self.id.run, q, state, worst.step, count)
                 worst = stopped if stopped.step < worst.step else worst
                 rolled[q] = state
             return rolled, worst

@@ -7,10 +7,11 @@ wrong (a weight changed outside the optimizer, another kernel on this machine) l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -37,6 +38,10 @@ class Stopped:
     why: str | None
 
 
+Count: TypeAlias = Callable[[int], None]
+"""Told of bytes read."""
+
+
 def first_record(store: Store, records: Records, run: RunId, rank: int, base: int) -> OpenRecord:
     """The record that follows the snapshot. It holds the table of all that the rank held.
 
@@ -58,7 +63,9 @@ def begin(part: Part, table: tuple[Shard, ...], data: Mapping[Shard, Bytes], dev
     return Rolled(part.step, table, tensors, values, dict(part.aliases), device)
 
 
-def roll_to(store: Store, records: Records, run: RunId, rank: int, rolled: Rolled, target: int) -> Stopped:
+def roll_to(
+    store: Store, records: Records, run: RunId, rank: int, rolled: Rolled, target: int, count: Count
+) -> Stopped:
     """Roll one saved rank forward, up to `target`, and say how far its state is proven. Where that is not `target`,
     the state is of no use."""
     base = proven = rolled.step
@@ -67,7 +74,7 @@ def roll_to(store: Store, records: Records, run: RunId, rank: int, rolled: Rolle
     while rolled.step < target:
         at = rolled.step
         try:
-            for record in _following(store, records, run, rank, at):
+            for record in _following(store, records, run, rank, at, count):
                 if record.head.step > target:
                     break
                 with _threads(record.head.threads):
@@ -95,7 +102,9 @@ def device_of(record: OpenRecord) -> torch.device:
     return torch.device("cpu")
 
 
-def _following(store: Store, records: Records, run: RunId, rank: int, at: int) -> Iterator[OpenRecord]:
+def _following(
+    store: Store, records: Records, run: RunId, rank: int, at: int, count: Count = lambda _: None
+) -> Iterator[OpenRecord]:
     """Records that follow step `at`, in an unbroken row: those of the first place that gives any. A place that is
     damaged or gone is passed over if there is another.
 
@@ -106,9 +115,13 @@ def _following(store: Store, records: Records, run: RunId, rank: int, at: int) -
         step = at
         try:
             if isinstance(place, Path):
-                pieces = [memoryview(read_ring_record(place))]
+                data = read_ring_record(place)
+                count(len(data))
+                pieces = [memoryview(data)]
             else:
-                pieces = read_segment(store.get(place), place)
+                data = store.get(place)
+                count(len(data))
+                pieces = read_segment(data, place)
         except (DamagedError, OSError, NotFound) as error:
             last = _as_damage(error, run, rank, at + 1, str(place))
             continue

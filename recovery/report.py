@@ -20,14 +20,14 @@ class Restored:
             `lost`: steps that some rank is known to have completed, and that do not come back; None where not known.
         bytes: source → bytes this rank read from it ("own mirror" and "node": of its own and of other mirrors on this
             node; "peers": chunks and parts received from other ranks; "store": encoded blobs with the gaps read
-            through; "documents": parts read from the store).
-        seconds: stage → seconds ("choose", "documents", "mirrors", "peers", "store", "install").
+            through; "documents": parts read from the store; "journal": records that were replayed).
+        seconds: stage → seconds ("choose", "documents", "mirrors", "peers", "store", "replay", "exchange", "install").
         skipped: newer snapshots that were passed over, and why.
         values: this rank's values that no leaf holds: "$random", "$data".
         snapshot: the commit that was read.
         parts: rank → part of it, as far as this rank needed them.
         rank: whose values and per-rank leaves this rank took; None where the snapshot has another world size.
-        problems: what was found in mirrors and not used, and why.
+        problems: what was found in mirrors, or in the journal, and not used, and why.
     """
 
     id: SnapshotId

@@ -128,6 +128,7 @@ def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _
     id_, wanted = place[4], choice.journaled
     limit = wanted
     newest: int | None = None
+    notes: list[str] = []
     why = ""
     while journals is not None and (not choice.named or wanted is not None):
         plan = journals.plan(id_, limit)
@@ -138,14 +139,12 @@ def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _
         attempt = Forward(*place, records=journals.records(id_.run), replay=plan)
         found = attempt.follow_on()
         if isinstance(found, Documents):
-            return _Found(found, attempt.snapshot_parts, plan.target, newest)
+            return _Found(found, attempt.snapshot_parts, plan.target, newest, tuple(notes))
         if isinstance(found, Skip):
             return found
         why = found.why
-        log.log(
-            logging.WARNING if place[1].rank == 0 else logging.INFO,
-            "journal after %s: proven up to step %d of %d: %s", id_.short, found.step, plan.target, why,
-        )  # fmt: skip
+        notes.append(f"journal after {id_.short}: proven up to step {found.step} of {plan.target}: {why}")
+        log.log(logging.WARNING if place[1].rank == 0 else logging.INFO, "%s", notes[-1])
         limit = found.step
         if limit <= id_.step or wanted is not None:
             break
@@ -155,7 +154,7 @@ def _with_journal(place: _Place, journals: Journals | None, choice: Choice) -> _
             "'ckpt list' shows what there is"
         )
     alone = Attempt(*place).follow()
-    return alone if isinstance(alone, Skip) else _Found(alone, alone.parts, None, newest)
+    return alone if isinstance(alone, Skip) else _Found(alone, alone.parts, None, newest, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +166,7 @@ class _Found:
     parts: Mapping[int, Part]
     replayed: int | None
     newest: int | None
+    notes: tuple[str, ...] = ()
 
 
 def _say(peers: Peers, id_: SnapshotId, reason: str) -> None:
@@ -188,7 +188,7 @@ def _restored(
         documents.opened.snapshot,
         found.parts,
         own,
-        () if holdings is None else tuple(map(str, holdings.problems)),
+        (*found.notes, *(() if holdings is None else map(str, holdings.problems))),
         found.replayed,
         None if found.newest is None else max(0, found.newest - (found.replayed or documents.opened.id.step)),
     )

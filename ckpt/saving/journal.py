@@ -82,7 +82,7 @@ class Place:
 class _Parts:
     """The leaves of a state, told apart. `paths`: id of an optimizer's parameter → path;
     `members`: name of an optimizer → its groups. `stepped`: those that only
-    optimizers change; `watched`: all others."""
+    optimizers change; `watched`: all others, and whether a change of one is told by its version counter."""
 
     shards: tuple[LiveShard, ...]
     table: tuple[Shard, ...]
@@ -90,7 +90,7 @@ class _Parts:
     paths: Mapping[int, str]
     members: Mapping[str, Sequence[Members]]
     stepped: Sequence[LiveShard]
-    watched: Sequence[LiveShard]
+    watched: Sequence[tuple[LiveShard, bool]]
 
 
 class Journaling:
@@ -259,7 +259,7 @@ class Journaling:
         devices = {live.tensor.device for live in parts.stepped if live.shard.leaf.cls == "parameter"}
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         rolled = Rolled(id_.step, parts.table, tensors, {}, dict(flat.aliases), device)
-        self._versions = {live.shard.leaf.path: version_of(live.tensor) for live in parts.watched}
+        self._versions = {live.shard.leaf.path: version_of(live.tensor) for live, _ in parts.watched}
         self._known = {}
         self._keeper.put(Begin(id_, rolled, trees))
         self._step, self._why = id_.step, None
@@ -273,13 +273,12 @@ class Journaling:
         if parts.table is not before.table:
             check_tables(before.table, parts.table, self._optimizers)
         copied: list[tuple[str, torch.Tensor]] = []
-        for live in parts.watched:
+        for live, counted in parts.watched:
             path, tensor = live.shard.leaf.path, live.tensor
             version = version_of(tensor)
-            if tensor.nbytes < SMALL or version[0] < 0 or version != self._versions.get(path):
+            if tensor.nbytes < SMALL or version[0] < 0 or (counted and version != self._versions.get(path)):
                 copied.append((path, tensor))
-            elif live.shard.leaf.cls == "buffer":
-                # Native kernels change statistics without a trace in the version counter.
+            elif not counted:
                 found = sum_of(tensor, live.shard)
                 if found != self._known.get(path):
                     copied.append((path, tensor))
@@ -357,11 +356,18 @@ class Journaling:
         owned = set(paths.values())
         prefixes = tuple(f"{name}.state." for name in self._optimizers)
         stepped: list[LiveShard] = []
-        watched: list[LiveShard] = []
+        others: list[LiveShard] = []
         for live in flat.shards:
             leaf = live.shard.leaf
             inside = leaf.path in owned or (leaf.cls.startswith("slot:") and leaf.path.startswith(prefixes))
-            (stepped if inside else watched).append(live)
+            (stepped if inside else others).append(live)
+        trained = tuple(f"{name}." for name in self._state if any(path.startswith(f"{name}.") for path in owned))
+        # Of what lies beside the parameters that train, the frozen ones are trusted to torch's version counter until
+        # the proof says otherwise. Native kernels change statistics without a trace in it, and averages are often kept
+        # through .data: these are looked at.
+        watched = [
+            (live, live.shard.leaf.cls == "parameter" and live.shard.leaf.path.startswith(trained)) for live in others
+        ]
         table = tuple(live.shard for live in flat.shards)
         if before is not None and table == before.table:
             table = before.table

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.support.procs import succeed, torchrun
 from tests.support.rolling import hurt, outcome, unhurt
 
 pytestmark = pytest.mark.e2e
@@ -44,3 +47,33 @@ def test_training_goes_on_from_the_last_completed_step_and_ends_bit_identical(
         unhurt(str(base / "unhurt-store"), base / "unhurt", kind, half, total)
         hurt(str(base / "store"), base / "hurt", kind, half, total, losses, 25, rng)
         assert outcome(base / "hurt") == outcome(base / "unhurt"), f"seed {seed}: {kind} {half}"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import ckpt
+from tests.support.procs import succeed, torchrun
+from tests.support.rolling import life
+
+url, out, total, *nodes = sys.argv[1:]
+life(url, Path(out), "AdamW", False, int(total), nodes, ckpt.Journal(flush="1 step", to="both"), 25)
+"""
+
+
+def test_a_torchrun_agent_restarts_the_job_at_its_last_step(tmp_path: Path) -> None:
+    """One node of two dies with its mirrors; the agent starts all four workers again."""
+    (tmp_path / "hurt").mkdir()
+    unhurt(str(tmp_path / "unhurt-store"), tmp_path / "unhurt", "AdamW", False, 20)
+    nodes = [str(tmp_path / "node-a"), str(tmp_path / "node-b")]
+    with torchrun(SCRIPT, 4, [tmp_path / "store", tmp_path / "hurt", 20, *nodes], max_restarts=1) as job:
+        job.until(0, "done 11 ")
+        job.kill(2)
+        job.kill(3)
+        shutil.rmtree(nodes[1], ignore_errors=True)
+        out = succeed(job.wait())[0]
+    starts = [int(found) for found in re.findall(r"resumed (\d+) lost", out)]
+    assert starts.count(0) == 4 and len(starts) == 8
+    assert len(set(starts[4:])) == 1 and starts[4] >= 11 and "lost 0" in out
+    assert outcome(tmp_path / "hurt") == outcome(tmp_path / "unhurt")

@@ -64,6 +64,7 @@ def test_a_killed_training_goes_on_from_its_last_step_and_ends_bit_identical() -
     assert saver.restored is not None and saver.restored.step == 8
     assert (saver.restored.id.step, saver.restored.replayed, saver.restored.lost) == (5, 8, 0)
     assert "replayed from step 5; 0 completed steps are lost" in str(saver.restored)
+    assert saver.restored.bytes["journal"] > 0 and saver.restored.seconds["replay"] > 0
     third = Training(seed=9)
     saver = job(store, third, 20)
     assert saver.restored is not None and saver.restored.step == 13
@@ -388,3 +389,34 @@ def test_steps_at_risk_are_as_many_as_was_asked_for() -> None:
     thread.join(20)
     assert passed == [1, 2, 3, 4, 5]
     saver.close()
+
+
+def test_an_average_kept_through_data_is_recorded() -> None:
+    """No version counter sees it; what no optimizer owns a part of is looked at."""
+
+    class Averaged(Training):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__(seed, width=600)
+            self.average = Training(seed, width=600).model
+
+        @property
+        def state(self) -> dict[str, object]:
+            return {**super().state, "average": self.average}
+
+        def train(self, step: int) -> float:
+            loss = super().train(step)
+            for mean, live in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.data.mul_(0.9).add_(live.data, alpha=0.1)
+            return loss
+
+        def bytes(self) -> dict[str, bytes]:
+            return super().bytes() | {f"average.{n}": t.numpy().tobytes() for n, t in self.average.state_dict().items()}
+
+    store = MemoryStore()
+    expected = recording(unhurt(8, Averaged))
+    saver = job(store, Averaged(), 7)
+    assert saver.stats.journal is not None and saver.stats.journal.off is None
+    again = Averaged(seed=4)
+    saver = job(store, again, 8)
+    assert saver.restored is not None and saver.restored.step == 7
+    assert recording(again) == expected

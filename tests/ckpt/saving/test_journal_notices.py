@@ -84,6 +84,7 @@ def test_a_change_that_no_record_holds_ends_the_journal_by_name(
     again = make(seed=8)
     saver = job(store, again, after - 1)
     assert saver.restored is not None and saver.restored.step == after - 1, "nothing that was not proven comes back"
+    assert any(f"proven up to step {after - 1} of" in text for text in saver.restored.problems)
     assert recording(again) == recording(expected)
 
 
