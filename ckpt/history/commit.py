@@ -33,9 +33,9 @@ next one mostly finds the snapshot instead of listing too."""
 FIRST_PAUSE, LAST_PAUSE = 0.05, 2.0
 """Seconds between two looks, growing by half each time."""
 
-EARLY = 0.8
-"""The share of the usual time after which a rank first looks for the commit: below 1, or else nobody would ever see
-that it has become faster."""
+AT_FIRST, EARLY = 0.1, 0.8
+"""The shares of the usual time after which the rank whose turn it is first looks for parts (the others are not done in
+the very same instant), and the others for the commit: below 1, or nobody would ever see that it has become faster."""
 
 
 def put_part(store: Store, id_: SnapshotId, rank: int, data: bytes) -> PartRef:
@@ -78,8 +78,8 @@ def publish(
     Rank ``step % world_size`` looks for parts at once, the others first for the snapshot, and for parts only after a
     delay that grows with their distance: a thousand ranks that finish together would else list a thousand times.
     They know when to look from the commits before: each look is a request, and most of those made earlier are wasted.
-    In the good case (it takes about as long as usual) two looks are enough for each rank, and three listings for the
-    one that commits: with `n` ranks, ``n + 7`` requests in all.
+    In the good case (it takes about as long as usual) two looks are enough for each rank, and two listings for the one
+    that commits: with `n` ranks, ``n + 7`` requests in all.
 
     Args:
         store: where all parts of this step go.
@@ -106,8 +106,8 @@ def publish(
     # Before that nobody but the rank whose turn it is had a reason to commit, so it need not look for a commit first.
     alone = began + 2 * usual + stagger
     pause = min(max(FIRST_PAUSE, usual / 2), LAST_PAUSE)
-    if distance and usual and not stopped():
-        clock.sleep(min(EARLY * usual, LAST_PAUSE, wait))
+    if usual and not stopped():
+        clock.sleep(min((EARLY if distance else AT_FIRST) * usual, LAST_PAUSE, wait))
     while True:
         missing = "the parts of other ranks were not looked for"
         # Asked before the look: whoever gives up has looked once more since, and commits if it was the last one in.
