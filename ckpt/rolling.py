@@ -170,10 +170,12 @@ class Rolled:
             set_options(group, options, self.device)
         for path, tensor in self._parameters(groups):
             tensor.grad = call.gradients.get(path)
+            self.breathe()
         take_step(optimizer, call.scale, self.device)
         for path, tensor in self._parameters(groups):
             tensor.grad = None
             self._take_slots(call.optimizer, path, optimizer.state.get(tensor, {}))
+            self.breathe()
 
     def _step_there(self, call: Call, groups: Groups) -> None:
         """Some of the parameters, moved to the device and back."""
@@ -361,14 +363,17 @@ def sum_of(tensor: torch.Tensor, shard: Shard, kind: int | None = None) -> bytes
     return bytes([DEVICE]) + bytes.fromhex(checksums([tensor])[0])
 
 
-def sums_of(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> bytes:
-    """The checksums of many, each where it lives; those on devices together."""
+def sums_of(
+    shards: Sequence[Shard], tensors: Sequence[torch.Tensor], breathe: Callable[[], None] = lambda: None
+) -> bytes:
+    """The checksums of many, each where it lives; those on devices together. `breathe` is called between them."""
     far = [n for n, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     found = dict(zip(far, checksums([tensors[n] for n in far]), strict=True)) if far else {}
-    return b"".join(
-        bytes([DEVICE]) + bytes.fromhex(found[n]) if n in found else sum_of(tensor, shard, HOST)
-        for n, (shard, tensor) in enumerate(zip(shards, tensors, strict=True))
-    )
+    sums: list[bytes] = []
+    for n, (shard, tensor) in enumerate(zip(shards, tensors, strict=True)):
+        sums.append(bytes([DEVICE]) + bytes.fromhex(found[n]) if n in found else sum_of(tensor, shard, HOST))
+        breathe()
+    return b"".join(sums)
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -27,8 +27,13 @@ class Lot:
     data: Bytes
 
 
+SPARE = 16
+"""Buffers that wait to be used again, at most: a few sizes, each as often as steps may be under way."""
+
+
 class Buffers:
-    """Host memory that goes out to a capture and comes back from the thread that has written it down."""
+    """Host memory that goes out to a capture and comes back from the thread that has written it down. `nbytes`: of all
+    that is out or waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,14 +46,14 @@ class Buffers:
             for i, data in enumerate(self._free):
                 if nbytes <= len(data) <= 2 * nbytes + 4096:
                     return self._free.pop(i)
-            while self._free and self.nbytes > 8 * nbytes:
-                self.nbytes -= len(self._free.pop())
             self.nbytes += nbytes
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffers: Iterable[Bytes]) -> None:
         with self._lock:
             self._free.extend(buffers)
+            while len(self._free) > SPARE:  # the one that has waited longest is of a size that is no longer asked for
+                self.nbytes -= len(self._free.pop(0))
 
 
 def copy_out(

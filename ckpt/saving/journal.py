@@ -31,6 +31,7 @@ from ckpt.leaves import Flat, LiveShard
 from ckpt.mirror.ring import Ring
 from ckpt.options import Journal, seconds, size
 from ckpt.rolling import Groups, Rolled, Unlike, sum_of, sums_of
+from ckpt.saving.breath import Breath
 from ckpt.saving.consuming import (
     Members,
     check_tables,
@@ -62,7 +63,6 @@ SMALL = 64 * 1024
 PATIENCE = 60.0
 """Seconds that `completed` waits for records to be durable before the journal pauses and says so."""
 
-
 DEPTH = 4
 """Steps captured and not yet written down, at most: then training waits."""
 
@@ -80,9 +80,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """The leaves of a state, told apart. `paths`: id of an optimizer's parameter → path;
-    `members`: name of an optimizer → its groups. `stepped`: those that only
-    optimizers change; `watched`: all others, and whether a change of one is told by its version counter."""
+    """The leaves of a state, told apart. `paths`: id of an optimizer's parameter → path; `members`: name of an
+    optimizer → its groups. `stepped`: those that only optimizers change; `watched`: all others, and whether a change
+    of one is told by its version counter."""
 
     shards: tuple[LiveShard, ...]
     table: tuple[Shard, ...]
@@ -109,7 +109,7 @@ class Journaling:
         self._buffers = keeper.buffers
         self._optimizers = journaled_optimizers(state)
         self._hooks = [o.register_step_pre_hook(self._hook) for o in self._optimizers.values()]
-        self._summing: Crew[None] = Crew("ckpt-sums", 1, lambda: None)
+        self._summing: Crew[Breath] = Crew("ckpt-sums", 1, Breath)
         self._sums: Pending[bytes] | None = None
         self._parts: _Parts | None = None
         self._versions: dict[str, tuple[int, int]] = {}
@@ -123,7 +123,6 @@ class Journaling:
         self._first = True
         self._why: str | None = "no snapshot yet"
         self._seconds = 0.0
-        self._lock = threading.Lock()
 
     @property
     def stats(self) -> JournalStats:
@@ -313,14 +312,14 @@ class Journaling:
                 at += nbytes
         live = [(s.shard, s.tensor) for s in parts.shards if s.shard.leaf.path not in there]
 
-        def work(_: None) -> bytes:
-            found = iter(_cut(sums_of([shard for shard, _ in live], [tensor for _, tensor in live])))
-            return b"".join(
-                sum_of(torch.from_numpy(there[shard.leaf.path]), shard, HOST)
-                if shard.leaf.path in there
-                else next(found)
-                for shard in parts.table
-            )
+        def work(breathe: Breath) -> bytes:
+            found = iter(_cut(sums_of([shard for shard, _ in live], [tensor for _, tensor in live], breathe)))
+            sums: list[bytes] = []
+            for shard in parts.table:
+                copy = there.get(shard.leaf.path)
+                sums.append(next(found) if copy is None else sum_of(torch.from_numpy(copy), shard, HOST))
+                breathe()
+            return b"".join(sums)
 
         self._summing.start()
         return self._summing.submit(work)

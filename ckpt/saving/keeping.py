@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -136,6 +136,7 @@ class Keeper:
     _values: dict[str, bytes] = field(default_factory=dict)
     _aliases: Mapping[str, str] = field(default_factory=dict)
     _commits: list[SnapshotId] = field(default_factory=list)
+    _index: tuple[tuple[Shard, ...], Mapping[str, int]] | None = None
     _codec: Codec = field(default_factory=Codec)
     _learned: Learned = field(default_factory=Learned)
     _breathe: Breath = field(default_factory=Breath)
@@ -263,14 +264,13 @@ class Keeper:
     def _record(self, moment: Moment, proof: Proof) -> None:
         base, rolled = self._base, proof.rolled
         assert base is not None
-        index = {shard.leaf.path: n for n, shard in enumerate(moment.table)}
-        classes = {shard.leaf.path: shard.leaf.cls for shard in moment.table}
+        index = self._index_of(moment.table)
         blobs: list[bytes] = []
 
         def coded(lot: Lot, cls: str, old: Bytes | None) -> Coded:
             rows, some = encode_run(self._codec, self._learned, cls, lot.dtype, lot.data, old, self._breathe)
             blobs.extend(some)
-            return Coded(lot.dtype, tuple(index[path] for path in lot.paths), rows)
+            return Coded(lot.dtype, tuple(map(index.__getitem__, lot.paths)), rows)
 
         events = [
             Event(
@@ -283,7 +283,7 @@ class Keeper:
             for consumed in moment.consumed
         ]
         new = [changed for lot in moment.others if (changed := _changed(lot, rolled)) is not None]
-        tensors = [coded(lot, classes[lot.paths[0]], _before(lot, rolled)) for lot in new]
+        tensors = [coded(lot, moment.table[index[lot.paths[0]]].leaf.cls, _before(lot, rolled)) for lot in new]
         now = self._encoded(moment.trees)
         given = {name: text for name, text in now.items() if self._values.get(name) != text}
         gone = sorted(self._values.keys() - now.keys())
@@ -310,13 +310,27 @@ class Keeper:
         self._keep(id_, previous, data)
         self._values = now
         changes = {path: part for lot in new for path, part in _parts(lot)}
-        calls = [_call(consumed, moment.table) for consumed in moment.consumed]
+        calls = [self._call(consumed, moment.table, index) for consumed in moment.consumed]
         proof.follow(Change(moment.step, calls, changes, given, gone, table, moment.aliases, sums))
         held = 0 if self.ring is None else self.ring.nbytes
         held += 0 if self.segments is None else self.segments.held
         self.counts.memory = proof.nbytes + self.buffers.nbytes + held
         self.counts.steps += 1
         self.counts.bytes += len(data)
+
+    def _index_of(self, table: tuple[Shard, ...]) -> Mapping[str, int]:
+        """Path → row. Made once for a table: it holds the GIL for long where there are many."""
+        if self._index is None or self._index[0] is not table:
+            self._index = table, {shard.leaf.path: n for n, shard in enumerate(table)}
+        return self._index[1]
+
+    def _call(self, consumed: Consumed, table: Sequence[Shard], index: Mapping[str, int]) -> Call:
+        gradients: dict[str, torch.Tensor] = {}
+        for lot in consumed.gradients:
+            for path, data in _parts(lot):
+                gradients[path] = as_tensor(data, table[index[path]])
+                self._breathe()
+        return Call(consumed.optimizer, consumed.kind, consumed.groups, gradients, consumed.scale)
 
     def _keep(self, id_: SnapshotId, previous: int, data: bytes) -> None:
         if self.ring is not None:
@@ -340,9 +354,11 @@ def _group(paths: Sequence[str], options: Mapping[str, Any], index: Mapping[str,
     return Group(tuple(index[path] for path in paths), msgspec.Raw(encode_options(options)))
 
 
-def _parts(lot: Lot) -> list[tuple[str, Bytes]]:
-    ends = np.cumsum([0, *lot.sizes])
-    return [(path, lot.data[a:b]) for path, a, b in zip(lot.paths, ends[:-1], ends[1:], strict=True)]
+def _parts(lot: Lot) -> Iterator[tuple[str, Bytes]]:
+    at = 0
+    for path, nbytes in zip(lot.paths, lot.sizes, strict=True):
+        yield path, lot.data[at : at + nbytes]
+        at += nbytes
 
 
 def _changed(lot: Lot, rolled: Rolled) -> Lot | None:
@@ -366,12 +382,3 @@ def _before(lot: Lot, rolled: Rolled) -> Bytes | None:
     if any(data is None or len(data) != size for data, size in zip(held, lot.sizes, strict=True)):
         return None
     return np.concatenate([data for data in held if data is not None])
-
-
-def _call(consumed: Consumed, table: Sequence[Shard]) -> Call:
-    shards = {shard.leaf.path: shard for shard in table}
-    gradients: dict[str, torch.Tensor] = {}
-    for lot in consumed.gradients:
-        for path, data in _parts(lot):
-            gradients[path] = as_tensor(data, shards[path])
-    return Call(consumed.optimizer, consumed.kind, consumed.groups, gradients, consumed.scale)
