@@ -153,7 +153,7 @@ class Checkpointer:
         self._copier = Copier(behind, todo, lambda: self._tenure.run)
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper, self._pace)
-        self._outcomes = Outcomes(self._ranks.rank, opt.on_error, self._after_commit)
+        self._outcomes = Outcomes(self._ranks.rank, opt.bearable, self._after_commit)
         self._overlap = Overlap(self._held_back) if overlaps else None
         self._saves = Saves(
             ranks=ranks,
@@ -301,7 +301,7 @@ class Checkpointer:
             LayoutMismatch: the ranks' states do not describe one whole.
             HistoryExists: first save on a store with a history, without `restore()` or ``fresh=True``.
             StoreInUse: another live job writes here.
-            SaveFailed: with ``on_error="raise"``, what became of an earlier save.
+            SaveFailed: what became of an earlier save, where `Options.on_error` says so.
         """
         self._check_open()
         began = time.perf_counter()

@@ -63,6 +63,10 @@ def _quantity(value: str | float, units: dict[str, float] | dict[str, int], expe
     raise ValueError(f"{value!r}: expected {expected}")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ValueError that names the argument."""
     if value not in allowed:
@@ -85,7 +89,8 @@ class Options:
             longest time a single upload can take.
         listing_lag: how long a new object may be missing from the store's listings. 0 for every current object store.
         group_timeout: timeout of the process group the checkpointer makes for itself; None takes the default group's.
-        on_error: what the save after a failed one does: "warn" on all ranks and go on, or "raise" there.
+        on_error: what the save after a failed one does, on all ranks alike: "warn" and go on; "raise"; or, with a
+            number, warn until so many saves in a row have failed, and raise from then on.
         memory: working memory of the writer and of a restore beyond the two host buffers.
         on_resize: ``rule(name, values, rank, world_size)``, called where a snapshot of another number of ranks is
             restored, for each per-rank value that differed between them (by its name in the state; ``"$data"`` is the
@@ -110,7 +115,7 @@ class Options:
     grace: Duration = "1h"
     listing_lag: Duration = 0
     group_timeout: Duration | None = None
-    on_error: Literal["warn", "raise"] = "warn"
+    on_error: Literal["warn", "raise"] | int = "warn"
     memory: Size = "256MB"
     on_resize: Callable[[str, Sequence[Any], int, int], Any] | None = None
     heartbeat: Duration = "10s"
@@ -126,8 +131,8 @@ class Options:
             raise ValueError(f"chunk={self.chunk!r}: expected a power of two from 4KiB to 16MiB")
         if self.replica_check < 0:
             raise ValueError(f"replica_check={self.replica_check!r}: expected 0 (never) or a number of saves")
-        if self.on_error not in ("warn", "raise"):
-            raise ValueError(f"on_error={self.on_error!r}: expected 'warn' or 'raise'")
+        if self.on_error not in ("warn", "raise") and not _is_count(self.on_error):
+            raise ValueError(f"on_error={self.on_error!r}: expected 'warn', 'raise' or a number of saves, at least 1")
         durations = ("commit_wait", "grace", "listing_lag", "heartbeat", "group_timeout")
         readers: list[tuple[str, Callable[[Any], float]]] = [(name, seconds) for name in durations]
         for name, read in (*readers, ("bandwidth", byte_rate), ("requests", request_rate)):
@@ -139,6 +144,13 @@ class Options:
                     raise ValueError(f"{name}={error}") from None
         if size(self.memory) < 64 << 20:
             raise ValueError(f"memory={self.memory!r}: expected at least 64MiB")
+
+    @property
+    def bearable(self) -> int | None:
+        """How many saves in a row may fail before one raises, that one included; None: any number."""
+        if isinstance(self.on_error, int):
+            return self.on_error
+        return 1 if self.on_error == "raise" else None
 
     @property
     def limits(self) -> Limits:
@@ -172,7 +184,7 @@ class Journal:
     ring: Size = "1GB"
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not _is_count(self.every):
             raise ValueError(f"every={self.every!r}: expected a number of steps, at least 1")
         one_of("to", self.to, ("mirror", "store", "both"))
         size(self.ring)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.saving.job import Failed, JournalStats, Outcome, Saved
@@ -31,21 +32,30 @@ class Stats:
 
 
 class Outcomes:
-    """Settled from the writer's thread, read on the training thread."""
+    """Settled from the writer's thread, read on the training thread.
 
-    def __init__(self, rank: int, on_error: Literal["warn", "raise"], on_saved: Callable[[], None]) -> None:
+    Args:
+        bearable: how many saves in a row may have failed when the last of them is told: from then on telling raises.
+            None: it only warns.
+        on_saved: called after each commit seen, on the writer's thread.
+    """
+
+    def __init__(self, rank: int, bearable: int | None, on_saved: Callable[[], None]) -> None:
         self._rank = rank
-        self._on_error = on_error
+        self._bearable = bearable
         self._on_saved = on_saved
         self._lock = threading.Lock()
         self._untold: Ticket | None = None
-        self._told = -1
+        self._told: Ticket | None = None
+        self._in_a_row = 0
+        self._begun: deque[Ticket] = deque(maxlen=3)  # no failure is told later than two saves after it
         self.last: Ticket | None = None
         self.stats = Stats()
 
     def open(self, step: int) -> Ticket:
-        """The ticket of a save that begins now."""
+        """The ticket of a save that begins now, on all ranks."""
         self.last = Ticket(step)
+        self._begun.append(self.last)
         return self.last
 
     def skip(self, step: int) -> Ticket:
@@ -60,7 +70,7 @@ class Outcomes:
             case Failed(error=error):
                 self.count(failed=1)
                 # Where another rank's failure was told first, this rank's wait for the commit fails only afterwards.
-                if ticket.step != self._told:
+                if ticket is not self._told:
                     self._untold = ticket
                 log.warning("step %d was not saved: %s", ticket.step, error)
         ticket.settle(outcome)
@@ -73,8 +83,9 @@ class Outcomes:
 
     def forget(self) -> None:
         """A restore begins a new line: what came before is no longer told."""
-        self.last = self._untold = None
-        self._told = -1
+        self.last = self._untold = self._told = None
+        self._in_a_row = 0
+        self._begun.clear()
 
     @property
     def failed(self) -> tuple[int, int] | None:
@@ -91,14 +102,26 @@ class Outcomes:
     def tell(self, failed: tuple[int, int]) -> None:
         """Warn, or raise, on all ranks alike, that `failed` = (step, a rank that did not see it committed)."""
         step, rank = failed
-        mine, self._untold, self._told = self._untold, None, step
+        self._count_told(step)
+        mine, self._untold = self._untold, None
         cause = mine.error if mine is not None else None
         text = f"step {step} was not saved: {cause if cause is not None else f'rank {rank} failed; its log says why'}"
-        if self._on_error == "raise":
-            if isinstance(cause, CheckpointError):
+        if self._in_a_row > 1:
+            text = f"{self._in_a_row} saves in a row have failed; {text}"
+        if self._bearable is not None and self._in_a_row >= self._bearable:
+            if isinstance(cause, CheckpointError) and self._in_a_row == 1:
                 raise cause
             raise SaveFailed(text, step=step, stage="commit") from cause
         warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _count_told(self, step: int) -> None:
+        """By what all ranks know, the order of saves and which failures were told: so all of them raise, or none."""
+        begun = list(self._begun)
+        while begun and begun[-1].step != step:
+            begun.pop()
+        follows = len(begun) > 1 and begun[-2] is self._told
+        self._in_a_row = self._in_a_row + 1 if follows else 1
+        self._told = begun[-1] if begun else None
 
 
 def _added(stats: Stats, more: dict[str, float]) -> dict[str, Any]:

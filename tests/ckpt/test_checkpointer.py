@@ -176,6 +176,57 @@ def test_on_error_raise_raises_at_the_next_save_and_the_one_after_works() -> Non
     saver.close()
 
 
+def test_on_error_as_a_number_raises_after_so_many_in_a_row_and_the_next_save_is_right() -> None:
+    store, tensor = SwitchStore(MemoryStore()), torch.zeros(5000)
+    saver = ckpt.Checkpointer(store, {"t": tensor}, mirror="off", options=ckpt.Options(on_error=3))
+    saver.restore()
+    fate = iter([1, 1, 0, 1, 1, 1, 1, 0])  # 1: this save fails
+
+    def save(step: int) -> None:
+        store.heal()
+        if next(fate):
+            store.fail(ckpt.Refused, verb="put", key="parts/")
+        tensor.fill_(step)
+        saver.save(step)
+        saver._writer.wait(60)  # not the ticket: that would raise what the next save shall tell
+
+    save(1)
+    with pytest.warns(RuntimeWarning, match=r"^step 1 was not saved"):
+        save(2)
+    with pytest.warns(RuntimeWarning, match=r"^2 saves in a row have failed; step 2 was not saved"):
+        save(3)
+    save(4)  # 3 was saved, so it begins anew
+    with pytest.warns(RuntimeWarning, match=r"^step 4 "):
+        save(5)
+    with pytest.warns(RuntimeWarning, match=r"^2 saves in a row"):
+        save(6)
+    with pytest.raises(
+        SaveFailed, match=r"^3 saves in a row have failed; step 6 was not saved: .* on purpose"
+    ) as caught:
+        saver.save(7)
+    assert isinstance(caught.value.__cause__, SaveFailed)
+    save(6)  # once more, and it fails once more
+    with pytest.raises(SaveFailed, match="4 saves in a row"):
+        saver.save(7)
+    save(7)
+    saver.close()
+    assert [snapshot.step for snapshot in ckpt.History(store).list()] == [3, 7]
+    assert torch.equal(ckpt.load(store)["t"], torch.full((5000,), 7.0))
+
+
+def test_a_step_that_fails_twice_is_told_twice() -> None:
+    store = SwitchStore(MemoryStore())
+    saver = ckpt.Checkpointer(store, {"t": torch.zeros(5000)}, mirror="off")
+    saver.restore()
+    store.fail(ckpt.Refused, verb="put", key="parts/")
+    saver.save(1)
+    saver._writer.wait(60)
+    with pytest.warns(RuntimeWarning, match="step 1 was not saved"):
+        saver.save(1)
+    with pytest.raises(SaveFailed, match="step 1"):
+        saver.close()
+
+
 def test_close_raises_what_nobody_was_told() -> None:
     store = SwitchStore(MemoryStore())
     saver = ckpt.Checkpointer(store, {"t": torch.zeros(5000)})

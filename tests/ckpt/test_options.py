@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ckpt.options import Options, seconds, size
@@ -39,6 +41,11 @@ def test_nonsense_is_refused_and_says_what_was_expected(text: object) -> None:
         size(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("on_error", "bearable"), [("warn", None), ("raise", 1), (1, 1), (5, 5)])
+def test_on_error_says_how_many_failures_in_a_row_can_be_borne(on_error: Any, bearable: int | None) -> None:
+    assert Options(on_error=on_error).bearable == bearable
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -48,6 +55,9 @@ def test_nonsense_is_refused_and_says_what_was_expected(text: object) -> None:
         ("chunk", "1KiB"),
         ("replica_check", -1),
         ("on_error", "ignore"),
+        ("on_error", 0),
+        ("on_error", True),
+        ("on_error", 2.5),
         ("commit_wait", "soon"),
         ("grace", -1),
         ("memory", "1MB"),

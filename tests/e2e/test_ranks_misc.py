@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -362,6 +363,38 @@ def test_a_write_that_fails_on_one_rank_is_told_on_all_at_the_next_save_which_wo
     on_three(fails_once, str(url), on_error)
     assert [e.key[-6:-5] for e in open_store(str(url)).list("snapshots/")] == ["1", "3", "4"]
     assert float(ckpt.load(url)["t"][0]) == 2
+
+
+def fail_in_turn(url: str) -> None:
+    """The save of step n fails on rank n alone."""
+    with group() as rank:
+        store, tensor = SwitchStore(LocalStore(url)), torch.zeros(4000)
+        options = quiet(on_error=3, commit_wait=600)
+        saver = ckpt.Checkpointer(store, {"t": tensor}, mirror="off", options=options)
+        saver.restore()
+        for step in (0, 1, 2):
+            store.heal()
+            if rank == step:
+                store.fail(ckpt.Refused, verb="put", key="parts/")
+            tensor += 1
+            told = contextlib.nullcontext() if step == 0 else pytest.warns(RuntimeWarning, match=f"step {step - 1} was")
+            with told:
+                saver.save(step)
+            assert saver._writer.wait_handed_in(PATIENT)
+        store.heal()
+        tensor += 1
+        with pytest.raises(SaveFailed, match="3 saves in a row have failed; step 2 was not saved"):
+            saver.save(3)
+        saver.save(3).wait(PATIENT)
+        saver.close()
+
+
+def test_failures_in_a_row_are_counted_alike_by_all_ranks_whichever_fails(tmp_path: Path) -> None:
+    """C2."""
+    url = tmp_path / "store"
+    on_three(fail_in_turn, str(url))
+    assert [e.key[-6:-5] for e in open_store(str(url)).list("snapshots/")] == ["3"]
+    assert float(ckpt.load(url)["t"][0]) == 4
 
 
 def fails_while_the_others_wait(url: str, last: str) -> None:
