@@ -27,7 +27,7 @@ from storage_backends.base import (
     past_the_end,
 )
 from storage_backends.causes import meaning, telling
-from storage_backends.facts import FileSystem, facts_of
+from storage_backends.facts import PATIENCE, FileSystem, facts_of
 from storage_backends.instances import Instances
 from storage_backends.parallel import each
 
@@ -45,23 +45,28 @@ class FsspecStore:
     Args:
         url: such as ``s3://bucket/run7`` or ``sftp://host/data/run7``.
         storage_options: for fsspec, such as ``endpoint_url``.
+        patience: seconds without an answer after which an attempt has failed, where the backend is known and the
+            options do not say otherwise.
 
     Raises:
         Refused: no such scheme, the URL names no place, or the library it needs is not installed.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = PATIENCE
+    ) -> None:
         given = dict(storage_options or {})
         self._url = public_url(url)
         self._secrets = _secrets_in(url, given)
         protocol, _, place = url.partition("://")
         self._facts = facts_of(protocol)
+        self._patience = patience
         if self._facts.bucket and not place.partition("/")[0]:
             raise Refused(f"{self._url}: names no bucket; expected {protocol}://bucket/path", store=self._url, key="")
         cls = _class_of(protocol, store=self._url, extra=self._facts.extra)
         try:
             # fsspec's own order of precedence: what the caller says explicitly, then the URL. Ours come last.
-            options = _merged(self._facts.options, {**cls._get_kwargs_from_urls(url), **given})
+            options = _merged(self._facts.options(patience), {**cls._get_kwargs_from_urls(url), **given})
             self._root = str(cls._strip_protocol(url)).rstrip("/")
         except Exception as error:
             raise self._explain(error, "open", "") from error
@@ -70,7 +75,7 @@ class FsspecStore:
             fs = cls(**options, skip_instance_cache=True)
             # By attribute, since not every constructor passes the option on (SFTP sends it to paramiko).
             fs.dircache.use_listings_cache = False
-            self._facts.prepare(fs)
+            self._facts.prepare(fs, patience)
             return fs
 
         self._instances = Instances(make, shared=self._facts.shared, close=self._facts.close)
@@ -96,7 +101,7 @@ class FsspecStore:
     def get(self, key: str) -> bytes:
         check_key(key, store=self.url)
         with self._asking("get", key) as fs, self._not_a_folder(fs, key):
-            return self._facts.read(fs, self._path(key), None, None)
+            return self._facts.read(fs, self._path(key), None, None, self._patience)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         check_range(key, start, stop, store=self.url)
@@ -105,7 +110,7 @@ class FsspecStore:
             data = b""
             if start < stop:  # an empty range cannot be written in HTTP; only its bounds are checked, below
                 try:
-                    data = self._facts.read(fs, path, start, stop)
+                    data = self._facts.read(fs, path, start, stop, self._patience)
                 except Exception as error:
                     if meaning(error) is Refused:  # 416 comes in a different exception from each backend
                         self._check_end(fs, key, start, stop)
@@ -133,7 +138,7 @@ class FsspecStore:
         def remove(key: str) -> StorageError | None:
             try:
                 with self._asking("delete", key) as fs, self._not_a_folder(fs, key):
-                    self._facts.remove(fs, self._path(key))
+                    self._facts.remove(fs, self._path(key), self._patience)
             except NotFound:
                 return None
             except StorageError as error:
@@ -161,11 +166,11 @@ class FsspecStore:
 
     def _publish(self, fs: FileSystem, path: str, data: bytes) -> None:
         if self._facts.whole:
-            self._facts.write(fs, path, data)
+            self._facts.write(fs, path, data, self._patience)
             return
         temporary = f"{path.rpartition('/')[0]}/{TEMPORARY}{secrets.token_hex(8)}"
         try:
-            self._facts.write(fs, temporary, data)
+            self._facts.write(fs, temporary, data, self._patience)
             fs.mv(temporary, path)
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell; a left-over is hidden, and harmless
@@ -194,7 +199,7 @@ class FsspecStore:
         try:
             with self._asking("list", prefix) as fs:
                 fs.invalidate_cache()
-                return self._facts.find(fs, self._root, prefix)
+                return self._facts.find(fs, self._root, prefix, self._patience)
         except NotFound:
             return []
 

@@ -7,9 +7,13 @@ import re
 from typing import Any, TypeAlias
 
 from storage_backends.base import Refused, Store
+from storage_backends.facts import PATIENCE
 from storage_backends.fanout import FanoutStore
 from storage_backends.retry import RetryingStore
 from storage_backends.tiered import KEEP_FAST, TieredStore
+
+DEADLINE = 90.0
+"""Seconds; `open_store` says of what."""
 
 Place: TypeAlias = str | os.PathLike[str] | Store
 
@@ -18,14 +22,18 @@ _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://[^:]*)?::")
 _TIERED, _FANOUT = "tiered::", "fanout::"
 
 
-def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
-    """The store at a path or an fsspec URL; what fails in passing is retried for a minute.
+def open_store(url: str | os.PathLike[str], *, deadline: float = DEADLINE, **storage_options: Any) -> Store:
+    """The store at a path or an fsspec URL; what fails in passing is tried again, up to a deadline.
 
     Nothing is asked of the store yet: a wrong password or a missing bucket shows at the first call.
 
     Args:
         url: ``runs/gpt``, ``~/runs``, ``file:///data``, ``s3://bucket/run7``, ``sftp://host/path``, …; of several
             places ``tiered::/nvme/run7|s3://bucket/run7`` and ``fanout::s3://one/run7|s3://other/run7``.
+        deadline: seconds within which a call has ended, one way or the other: for two thirds of them what fails in
+            passing is tried again, with growing pauses, and after a third without an answer (30 s at most) an attempt
+            has failed. A put may take longer where the line is slow, 2 s for each MB. No limit helps where a disk, or a
+            backend unknown to us, falls silent.
         storage_options: passed to fsspec, such as ``endpoint_url="…"`` (fsspec's own configuration works too). Of
             several places all but folders get them; where they differ, open each alone: `tiered`, `fanout`.
 
@@ -33,9 +41,15 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         Refused: the scheme is unknown, its library is not installed, or the URL or the options make no sense.
     """
     text = os.fspath(url)
+    if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
+        from storage_backends.fsspec_store import public_url
+
+        raise Refused(f"deadline={deadline!r}: expected a number of seconds", store=public_url(text), key="")
     if text.startswith((_TIERED, _FANOUT)):
-        return _several(text, storage_options)
-    return RetryingStore(_bare(text, storage_options))
+        return _several(text, storage_options, deadline)
+    # The last attempt begins a third before the end at the latest, and is given up after a third.
+    patience = min(PATIENCE, deadline / 3)
+    return RetryingStore(_bare(text, storage_options, patience), deadline=deadline - patience)
 
 
 def tiered(fast: Place, durable: Place, *, keep_fast: int | None = KEEP_FAST) -> TieredStore:
@@ -68,7 +82,7 @@ def _opened(place: Place) -> Store:
     return open_store(place) if isinstance(place, str | os.PathLike) else place
 
 
-def _several(url: str, options: dict[str, Any]) -> Store:
+def _several(url: str, options: dict[str, Any], deadline: float) -> Store:
     fast, bar, durable = url.removeprefix(_TIERED).partition("|")
     # The durable tier may be a fan-out: what follows the first bar is its URL, bars and all.
     places = url.removeprefix(_FANOUT).split("|") if url.startswith(_FANOUT) else [fast, durable]
@@ -83,11 +97,12 @@ def _several(url: str, options: dict[str, Any]) -> Store:
         far[1] = True
     if options and not any(far):
         raise Refused(f"{url}: folders take no storage options, found {', '.join(sorted(options))}", store=url, key="")
-    opened = [open_store(place, **(options if remote else {})) for place, remote in zip(places, far, strict=True)]
+    given = [options if remote else {} for remote in far]
+    opened = [open_store(place, deadline=deadline, **some) for place, some in zip(places, given, strict=True)]
     return TieredStore(*opened) if url.startswith(_TIERED) else FanoutStore(*opened)
 
 
-def _bare(url: str, options: dict[str, Any]) -> Store:
+def _bare(url: str, options: dict[str, Any], patience: float) -> Store:
     if not url.strip():
         raise Refused("the store's URL is empty; expected a path or a URL such as s3://bucket/run7", store=url, key="")
     if chain := _CHAIN.match(url):
@@ -99,7 +114,7 @@ def _bare(url: str, options: dict[str, Any]) -> Store:
     if scheme is not None and scheme[0] not in ("file", "local"):
         from storage_backends.fsspec_store import FsspecStore
 
-        return FsspecStore(url, options)
+        return FsspecStore(url, options, patience=patience)
     path = url if scheme is None else url[len(scheme[0]) + len("://") :]
     if scheme is not None and not path.startswith("/"):
         raise Refused(f"{url}: expected file:///absolute/path, or the path alone", store=url, key="")

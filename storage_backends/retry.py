@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import tenacity
 
-from storage_backends.base import Buffer, Entry, StorageError, Store, Unavailable
+from storage_backends.base import Buffer, Entry, Refused, StorageError, Store, Unavailable
 
 T = TypeVar("T")
 
@@ -115,14 +115,18 @@ class RetryingStore:
                 held += error.held
                 raise
 
+        def times() -> str:
+            return f"{tries} attempt{'s' if tries > 1 else ''} in {spent():.1f} s"
+
         try:
             return attempts(attempt)
         except Unavailable as error:
             last = str(error).removeprefix(f"{self.url}: ")
-            times = f"{tries} attempt{'s' if tries > 1 else ''} in {spent():.1f} s"
-            message = f"{self.url}: could not {verb.replace('_', ' ')} {key!r}: gave up after {times}; last: {last}"
+            message = f"{self.url}: could not {verb.replace('_', ' ')} {key!r}: gave up after {times()}; last: {last}"
             raise Unavailable(message, store=error.store, key=error.key, attempts=tries, seconds=spent()) from error
         except StorageError as error:
-            # Kept as it is: what it says is already the answer; only the count is known here alone.
+            # Its own kind, for what it says is the answer already; only the count is known here alone.
             error.attempts, error.seconds = tries, spent()
+            if isinstance(error, Refused):
+                error.args = (f"{error} (after {times()})",)
             raise

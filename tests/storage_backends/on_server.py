@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from storage_backends import facts
 from storage_backends.base import NotFound, Refused, Store, Unavailable
 from tests.storage_backends.contract import Opener, StoreContract
 from tests.support.servers import Place, Proxy, Server
@@ -33,9 +32,6 @@ class ServerContract(StoreContract):
 
 
 class HttpServerContract(ServerContract):
-    hasty: ClassVar[dict[str, Any]]
-    """Storage options under which an answer is waited for no longer than half a second."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def proxy(cls, servers: Servers) -> Iterator[Proxy]:
@@ -95,14 +91,12 @@ class HttpServerContract(ServerContract):
         proxy.set()
         assert store.get("a") == b"12345"
 
-    def test_a_server_that_takes_requests_and_says_nothing_is_given_up(
-        self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_server_that_takes_requests_and_says_nothing_is_given_up(self, proxy: Proxy) -> None:
         """A put too: aiohttp begins to time it only once its body has gone."""
         proxy.set()
-        store = proxy.place().with_options(**self.hasty).bare()
-        store.put("a", b"12345")
-        monkeypatch.setattr(facts, "PATIENCE", 0.5)
+        place = proxy.place()
+        place.bare().put("a", b"12345")
+        store = place.bare(patience=0.5)
         proxy.set(hole=True)
         for call in (
             lambda: store.put("a", b""),
@@ -115,7 +109,7 @@ class HttpServerContract(ServerContract):
             with pytest.raises(Unavailable, match=r"(?i)time"):
                 call()
         proxy.set()
-        assert store.get("a") == b"12345"
+        assert place.bare().get("a") == b"12345"
 
     def test_a_reset_is_worth_another_try(self, proxy: Proxy) -> None:
         proxy.set()

@@ -453,15 +453,15 @@ def test_options_of_the_user_go_before_those_of_the_table_one_setting_at_a_time(
             super().__init__()
             self.options = options
 
-    def prepare(fs: Optional) -> None:
-        fs.retries = 1  # type: ignore[attr-defined]
+    def prepare(fs: Optional, patience: float) -> None:
+        fs.retries = patience  # type: ignore[attr-defined]
 
-    facts = Facts(shared=True, options={"timeout": 1, "config": {"a": 1, "b": 1}}, prepare=prepare)
+    facts = Facts(shared=True, options=lambda s: {"timeout": s, "config": {"a": 1, "b": 1}}, prepare=prepare)
     faulty(monkeypatch, "optional", Optional, facts)
-    store = FsspecStore(f"optional://{place}", {"config": {"b": 2}, "more": 3})
+    store = FsspecStore(f"optional://{place}", {"config": {"b": 2}, "more": 3}, patience=7)
     with store._instances.borrowed() as fs:
-        assert fs.options == {"timeout": 1, "config": {"a": 1, "b": 2}, "more": 3}
-        assert fs.retries == 1
+        assert fs.options == {"timeout": 7, "config": {"a": 1, "b": 2}, "more": 3}
+        assert fs.retries == 7
 
 
 @pytest.mark.parametrize("extra", sorted({facts.extra for facts in FACTS.values() if facts.extra}))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import storage_backends
-from storage_backends import MemoryStore, NotFound, Refused, RetryingStore, open_store
+from storage_backends import FanoutStore, FsspecStore, MemoryStore, NotFound, Refused, RetryingStore, open_store
 from storage_backends.opening import fanout, tiered
 
 
@@ -122,6 +123,23 @@ def test_options_go_to_what_is_not_a_folder(tmp_path: Path) -> None:
 def test_options_for_a_folder_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no storage options, found endpoint_url"):
         open_store(tmp_path, endpoint_url="http://x")
+
+
+@pytest.mark.parametrize(("deadline", "tries_until", "patience"), [(90, 60, 30), (30, 20, 10), (600, 570, 30)])
+def test_a_deadline_leaves_the_last_attempt_the_time_it_may_take(
+    deadline: float, tries_until: float, patience: float
+) -> None:
+    many = open_store("fanout::memory://test-opening/a|memory://test-opening/b", deadline=deadline)
+    assert isinstance(many, FanoutStore)
+    for store in (open_store("memory://test-opening/d", deadline=deadline), *many.places.values()):
+        assert isinstance(store, RetryingStore) and isinstance(store._store, FsspecStore)
+        assert (store._deadline, store._store._patience) == (tries_until, patience)
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("inf"), float("nan"), "60s", None])
+def test_a_deadline_that_is_none_is_refused(deadline: Any) -> None:
+    with pytest.raises(Refused, match="expected a number of seconds"):
+        open_store("memory://test-opening/d", deadline=deadline)
 
 
 def run(code: str) -> str:

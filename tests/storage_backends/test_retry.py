@@ -178,4 +178,5 @@ def test_a_refusal_after_passing_faults_says_how_often_it_was_tried() -> None:
     with pytest.raises(Refused) as caught:
         retrying(Worse(), sleeper).get("a")
     assert caught.value.attempts == 3
+    assert str(caught.value) == f"no (after 3 attempts in {sum(sleeper.naps):.1f} s)"
     assert caught.value.seconds == pytest.approx(sum(sleeper.naps))

@@ -11,4 +11,3 @@ pytestmark = pytest.mark.servers
 
 class TestSeaweedFS(HttpServerContract):
     kind = "seaweedfs"
-    hasty = {"config_kwargs": {"read_timeout": 0.5}}  # noqa: RUF012

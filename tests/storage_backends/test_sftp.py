@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from storage_backends import facts
 from storage_backends.base import Unavailable
 from tests.storage_backends.on_server import ServerContract
 from tests.support.servers.fixture import Servers
@@ -19,12 +18,10 @@ class TestSftp(ServerContract):
 
 
 def test_a_server_that_says_nothing_is_given_up_and_its_connection_closed(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
+    servers: Servers,
 ) -> None:
-    monkeypatch.setattr(facts, "PATIENCE", 0.5)
-    hasty = {"timeout": 2, "banner_timeout": 0.5, "auth_timeout": 0.5}
     with servers.own("sftp") as server:
-        store = server.place().with_options(**hasty).bare()
+        store = server.place().with_options(timeout=2).bare(patience=0.5)
         store.put("a/b", b"1" * 100_000)
         server.pause()
         before = threading.active_count()
@@ -42,12 +39,9 @@ def test_a_server_that_says_nothing_is_given_up_and_its_connection_closed(
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "list"])
-def test_a_connection_that_went_quiet_is_given_up_by_each_verb(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    monkeypatch.setattr(facts, "PATIENCE", 0.5)
+def test_a_connection_that_went_quiet_is_given_up_by_each_verb(servers: Servers, verb: str) -> None:
     with servers.own("sftp") as server:
-        store = server.place().bare()
+        store = server.place().with_options(timeout=5, banner_timeout=5, auth_timeout=5).bare(patience=0.5)
         store.put("a/b", b"1" * 100_000)
         server.pause()
         call = {"put": lambda: store.put("a/b", b"2"), "get": lambda: store.get("a/b"), "list": lambda: store.list("")}

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.servers
 
 class TestSwift(HttpServerContract):
     kind = "swift"
-    hasty = {"config_kwargs": {"read_timeout": 0.5}}  # noqa: RUF012
 
     def test_a_missing_bucket_is_an_error_and_not_an_empty_store(self, place: Place) -> None:
         check_a_missing_bucket_is_refused(place)

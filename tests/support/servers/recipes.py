@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from storage_backends import Store, open_store
+from storage_backends.facts import PATIENCE
 from storage_backends.fsspec_store import FsspecStore
+from storage_backends.opening import DEADLINE
 from tests.support.servers import install
 
 HOST = "127.0.0.1"
@@ -32,13 +34,13 @@ class Place:
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self) -> Store:
+    def open(self, deadline: float = DEADLINE) -> Store:
         """As a user opens it: with retries."""
-        return open_store(self.url, **self.options)
+        return open_store(self.url, deadline=deadline, **self.options)
 
-    def bare(self) -> Store:
+    def bare(self, patience: float = PATIENCE) -> Store:
         """Without retries: what the backend alone does."""
-        return FsspecStore(self.url, self.options)
+        return FsspecStore(self.url, self.options, patience=patience)
 
     def flags(self) -> list[str]:
         """For the command line."""
