@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,8 +35,8 @@ def check(place: Place, expected: torch.Tensor, step: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("seaweedfs", 40 * MB),
-        ("azurite", 40 * MB),
+        ("seaweedfs", 20 * MB),
+        ("azurite", 20 * MB),
         pytest.param("seaweedfs", 200 * MB, marks=pytest.mark.campaign),
         pytest.param("swift", 200 * MB, marks=pytest.mark.campaign),
     ],
@@ -98,53 +97,48 @@ def test_a_black_hole_fails_the_save_within_the_deadline_and_training_waits_for_
         check(place, state, 20)
 
 
-@pytest.mark.parametrize("kind", ["seaweedfs", "sftp", "azurite", "swift"])
-@pytest.mark.parametrize("folder", ["packs/", "parts/", "snapshots/"])
+# Not azurite: an emulator, which forgets under SIGKILL what it acknowledged in the seconds before.
+@pytest.mark.parametrize("kind", ["seaweedfs", "sftp", "swift"])
 def test_a_server_killed_and_started_again_in_the_middle_of_a_save_costs_it_time_only(
-    servers: Servers, kind: str, folder: str
+    servers: Servers, kind: str
 ) -> None:
     """SIGKILL between two requests of the save; they are refused until the server is back, and repeated."""
     with servers.own(kind) as server:
         place = server.place()
-        gate = GateStore(place.bare(), where=lambda key: key.startswith(folder))
+        held = ""
+        gate = GateStore(place.bare(), where=lambda key: key.startswith(held))
         gate.gate.set()
-        store = RetryingStore(gate)
         state = noise(MB, 1)
-        with ckpt.Checkpointer(store, {"t": state}, mirror="off") as saver:
+        with ckpt.Checkpointer(RetryingStore(gate), {"t": state}, mirror="off") as saver:
             saver.restore()
-            saver.save(1).wait(60)
-            state.add_(1)
-            gate.arrived.clear()
-            gate.gate.clear()
-            ticket = saver.save(2)
-            assert gate.arrived.wait(60)
-            server.kill()
-            gate.gate.set()
-            refused(place.bare().list, "")
-            server.start()
-            ticket.wait(90)
-        check(place, state, 2)
-        check(place, state - 1, 1)
+            for step, held in enumerate(("packs/", "parts/", "snapshots/"), 1):  # noqa: B007 - the gate looks at it
+                gate.arrived.clear()
+                gate.gate.clear()
+                state.add_(1)
+                ticket = saver.save(step)
+                assert gate.arrived.wait(60)
+                server.kill()
+                gate.gate.set()
+                with pytest.raises(Unavailable):
+                    place.bare().list("")
+                server.start()
+                ticket.wait(90)
+        for step in (1, 2, 3):
+            check(place, noise(MB, 1) + step, step)
 
 
-def refused(call: Callable[[str], object], prefix: str) -> None:
-    """That nothing answers."""
-    with pytest.raises(Unavailable):
-        call(prefix)
-
-
-@pytest.mark.parametrize("kind", ["sftp"])
-def test_resets_in_the_middle_of_a_save_are_repeated(servers: Servers, kind: str) -> None:
-    """Every third new connection is reset before it says a word."""
+@pytest.mark.parametrize("kind", ["seaweedfs", "sftp"])
+def test_resets_are_repeated(servers: Servers, kind: str) -> None:
+    """Every other request, or new connection, is reset; and between the saves each connection there is."""
     state = noise(4 * MB, 1)
-    with servers.proxied(servers(kind), reset=0.3) as proxy:
+    with servers.proxied(servers(kind), reset=0.5) as proxy:
         place = proxy.place()
         with ckpt.Checkpointer(place.open(), {"t": state}, mirror="off") as saver:
-            for step in range(1, 4):
+            for step in (1, 2):
                 state.add_(1)
                 saver.save(step).wait(90)
                 proxy.cut()
         fates = [request.fate for request in proxy.requests()]
         proxy.set()
-        check(place, state, 3)
-    assert fates.count("reset") >= 1, fates
+        check(place, state, 2)
+    assert "reset" in fates, fates
