@@ -76,14 +76,14 @@ def test_a_save_outlives_whatever_fails_once_at_any_call_of_the_system(tmp_path:
     with Process(store, book) as process:
         process.restore()
         assert process.save()
-        for n in count(1, 4):
+        for n in count(1, 7):
             system.fail(number, n, for_ever=False)
             assert process.save()
             if not system.fired:
                 break
         system.heal()
         # Some are of no account, such as those of removing what is no longer needed.
-        assert naps.count > 0.7 * n / 4
+        assert naps.count > 0.7 * n / 7
     assert n > 40, "the fault never fired: this test proves nothing"
     check_store(store, book)
 

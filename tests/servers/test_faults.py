@@ -98,7 +98,7 @@ def test_a_black_hole_fails_the_save_within_the_deadline_and_training_waits_for_
 
 
 # Not azurite: an emulator, which forgets under SIGKILL what it acknowledged in the seconds before.
-@pytest.mark.parametrize("kind", ["seaweedfs", "sftp", "swift"])
+@pytest.mark.parametrize("kind", ["seaweedfs", "sftp", pytest.param("swift", marks=pytest.mark.campaign)])
 def test_a_server_killed_and_started_again_in_the_middle_of_a_save_costs_it_time_only(
     servers: Servers, kind: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -14,8 +15,10 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from storage_backends import facts
 from storage_backends import fsspec_store as module
 from storage_backends.base import NotFound, Refused, Unavailable
 from storage_backends.facts import FACTS, UNKNOWN, Facts
@@ -399,6 +402,37 @@ def test_a_missing_bucket_is_an_error_and_not_an_empty_store(place: str, monkeyp
     for call in (lambda: store.list(""), lambda: store.get("a"), lambda: store.put("a", b"")):
         with pytest.raises(Refused, match="bucket does not exist"):
             call()
+
+
+class Silent(AsyncFileSystem):
+    """Asynchronous, and without timeouts of its own, as gcsfs is: takes requests and never answers."""
+
+    protocol = "silent"
+
+    async def _pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def _rm_file(self, path: str, **options: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "get_range", "delete"])
+def test_a_backend_without_timeouts_of_its_own_is_given_up(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(facts, "SLOWEST", 1 << 40)  # what a put, and a read of unknown length, get on top
+    faulty(monkeypatch, "silent", Silent, FACTS["gs"])
+    store = FsspecStore("silent://bucket/run", patience=0.1)
+    call = {
+        "put": lambda: store.put("a", b"123"),
+        "get": lambda: store.get("a"),
+        "get_range": lambda: store.get_range("a", 0, 10),
+        "delete": lambda: store.delete(["a"]),
+    }[verb]
+    with pytest.raises(Unavailable, match=r"TimeoutError: timed out: a .* took more than 0\.1 s"):
+        call()
 
 
 # What is shown, and the table
