@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from tests.support.procs import Job, run_ranks, succeed
 from tests.support.training import raw
-from tests.support.worlds import Parallel, group, quiet, tensors
+from tests.support.worlds import PATIENT, Parallel, group, quiet, tensors
 
 pytestmark = pytest.mark.e2e
 
@@ -84,6 +84,7 @@ def dies(url: str, make: str, out: Path, mirror: str, to: Any) -> None:
         for step in range(saver.restore(), STEPS):
             training.train(step)
             saver.step(step + 1)
+        saver.wait(PATIENT)
         found = contents(training)
         torch.save(found, out / f"after-{rank}")
         torch.save(torch.get_rng_state(), out / f"random-{rank}")
