@@ -217,6 +217,7 @@ class Checkpointer:
                     self._state,
                     step=step,
                     claim=self._tenure.claim,
+                    settled=self._tenure.settled,
                     on_resize=self._options.on_resize,
                     holdings=holdings,
                     ring=ring,
@@ -225,7 +226,6 @@ class Checkpointer:
                 own = None if restored is None else holdings.of(restored.id, self._ranks.rank)
         self._outcomes.forget()
         if restored is None:
-            self._tenure.open(None)
             self._start = 0
             self._position.resume(None)
             self._saves.anchor(0)

@@ -6,6 +6,7 @@ Rank 0 opens and beats; the others learn the run's name. A run is opened before 
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ from typing import Protocol
 
 from ckpt.agreement import Group, on_first
 from ckpt.errors import HistoryExists
-from ckpt.format.names import RunId, SnapshotId, run_key
+from ckpt.format.names import RUNS, SNAPSHOTS, RunId, SnapshotId, SnapshotName, parse_run_key, run_key
 from ckpt.history.clock import Clock
-from ckpt.history.runs import Heartbeat, Identity, claimed_by_prune, ensure_store, history_exists, open_run
+from ckpt.history.runs import Heartbeat, Identity, claimed_by_prune, ensure_store, history_exists, in_use, open_run
 from storage_backends.base import Refused, StorageError, Store
 from storage_backends.tiered import near
 
@@ -40,20 +41,23 @@ class Tenure:
         self._interval = interval
         self._heart: Heartbeat | None = None
         self._entered = False  # this job's state is of a line of this store: restored from it, or begun on it
+        self._mine: set[str] = set()  # nonces of runs that this job has opened, or tried to; on rank 0
+        self._last: RunId | None = None  # the newest of those it has opened
         self.run: RunId | None = None
 
-    def open(self, resumed_from: SnapshotId | None, *, fresh: bool = True) -> RunId:
-        """End the run that is open, if one is, and open the next. Collective.
+    def open(self, resumed_from: SnapshotId | None, *, fresh: bool) -> RunId:
+        """End the run that is open, if one is, and open the next, without restoring. Collective.
 
         Args:
-            resumed_from: the snapshot about to be read, or None for a start from nothing.
+            resumed_from: the snapshot that this job's state goes on from, or None for a start from nothing.
             fresh: False refuses a store that has a history in which this job has no part.
 
         Raises:
             HistoryExists: `fresh` is False and the store is not empty.
-            StoreInUse: another live job writes there.
+            StoreInUse: another live job writes there; or one has opened a run since this job opened its last. It may
+                have ended since: all that it has saved would be abandoned by a run opened now.
         """
-        run = self._open(resumed_from, fresh or self._entered)
+        run = self._open(resumed_from, fresh or self._entered, overtakes=False)
         self._entered = True
         return run
 
@@ -75,6 +79,20 @@ class Tenure:
         self._open(snapshot, fresh=True)
         return on_first(self._group, lambda: str(int(not claimed_by_prune(self._store, snapshot))).encode()) == b"1"
 
+    def settled(self, newest: SnapshotId | None) -> bool:
+        """Whether nothing newer than what a restore went by has been committed until this job's run was there. It is
+        opened here where there was nothing to claim. Collective.
+
+        A process may stand still for hours between looking for the newest snapshot and claiming it, and another start
+        may have come, saved and gone; its run, being older, would be abandoned with all that it saved."""
+        if newest is None:
+            self._open(None, fresh=True)
+        return on_first(self._group, lambda: str(int(not self._newer(newest))).encode()) == b"1"
+
+    def _newer(self, than: SnapshotId | None) -> bool:
+        names = (SnapshotName.parse(entry.key) for entry in self._store.list(SNAPSHOTS))
+        return any(name is not None and (than is None or name.id > than) for name in names)
+
     def close(self, *, ended: bool = True, timeout: float | None = None) -> None:
         """Stop the heartbeat; `ended` tells the next job that it need not wait. Takes a few seconds at most, and at
         most `timeout`. Not collective."""
@@ -82,9 +100,10 @@ class Tenure:
         if heart is not None:
             heart.stop(ended=ended, timeout=PATIENCE if timeout is None else min(PATIENCE, timeout))
 
-    def _open(self, resumed_from: SnapshotId | None, fresh: bool) -> RunId:
+    def _open(self, resumed_from: SnapshotId | None, fresh: bool, *, overtakes: bool = True) -> RunId:
         self.close()
-        self.run = run = self._opened(on_first(self._group, lambda: self._open_on_first(resumed_from, fresh)))
+        opened = on_first(self._group, lambda: self._open_on_first(resumed_from, fresh, overtakes))
+        self.run = self._last = run = self._opened(opened)
         self._share_the_fast_tier(run)
         return run
 
@@ -114,12 +133,14 @@ class Tenure:
                 key=run_key(run),
             )
 
-    def _open_on_first(self, resumed_from: SnapshotId | None, fresh: bool) -> bytes:
+    def _open_on_first(self, resumed_from: SnapshotId | None, fresh: bool, overtakes: bool) -> bytes:
         if not fresh and history_exists(self._store):
             raise HistoryExists(
                 f"{self._store.url} already holds checkpoints, and this job neither restored from them nor said "
                 "fresh=True; call restore() first, pass fresh=True to start a new line, or choose another URL"
             )
+        if not overtakes:
+            self._check_not_overtaken()
         ensure_store(self._store)
         if (fast := near(self._store)) is not self._store:
             ensure_store(fast)
@@ -130,10 +151,28 @@ class Tenure:
             resumed_from=resumed_from,
             who=self._who,
             interval=self._interval,
+            nonce=self._nonce,
         )
+        if not overtakes:
+            self._check_not_overtaken()  # this process may have stood still since it asked first
         self._heart = Heartbeat(self._store, run, self._interval)
         self._heart.start()
         return str(run).encode()
+
+    def _check_not_overtaken(self) -> None:
+        """Raises StoreInUse if anybody else has opened a run since this job opened its last."""
+        if self._last is None:
+            return
+        runs = (parse_run_key(entry.key) for entry in self._store.list(RUNS))
+        others = [run for run in runs if run is not None and run > self._last and run.nonce not in self._mine]
+        if others:
+            text = "this job was overtaken and must restore before it saves again, a newer one was started"
+            raise in_use(self._store, max(others), text)
+
+    def _nonce(self) -> str:
+        nonce = secrets.token_hex(4)
+        self._mine.add(nonce)
+        return nonce
 
     @staticmethod
     def _opened(name: bytes) -> RunId:

@@ -37,6 +37,9 @@ from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
 
+TRIES = 3
+"""Restores in a row, of which each finds at its end that there is a newer snapshot. Once is rare."""
+
 
 def restore(
     store: Store,
@@ -45,6 +48,7 @@ def restore(
     *,
     step: int | str | None = None,
     claim: Callable[[SnapshotId], bool],
+    settled: Callable[[SnapshotId | None], bool] = lambda newest: True,  # noqa: ARG005
     on_resize: Resize | None = None,
     holdings: Holdings | None = None,
     ring: Ring | None = None,
@@ -56,6 +60,8 @@ def restore(
     Args:
         step: None or "latest": the newest of the live line, falling back past damaged ones; else exactly that one.
         claim: collective; makes the snapshot safe from a prune that begins now. False: one has announced its end.
+        settled: collective; whether nothing newer than this snapshot was committed before the claim: else the newest
+            is looked for once more. None: there was none to claim. Not asked where a step was.
         on_resize: the rule for what differed between ranks, where the snapshot has another number of them.
         holdings: what mirrors on this node still hold; this rank's own are those of `holdings.prefer`.
         ring: records of the journal on this node; with them (none is an empty list) the newest step that all records
@@ -72,8 +78,19 @@ def restore(
         StorageError: the store does not answer: that is neither damage nor emptiness.
     """
     seat = Seat(ranks.rank, ranks.world_size, rule=on_resize)
-    return restore_seat(
-        store, ranks, seat, state, step=step, claim=claim, holdings=holdings, ring=ring, memory=memory, threads=threads
+    newest: SnapshotId | None = None
+    for _ in range(TRIES):
+        restored = restore_seat(
+            store, ranks, seat, state,
+            step=step, claim=claim, holdings=holdings, ring=ring, memory=memory, threads=threads,
+        )  # fmt: skip
+        newest = None if restored is None else max([restored.id, *(id_ for id_, _ in restored.skipped)])
+        if step not in (None, "latest") or settled(newest):
+            return restored
+        log.info("a newer snapshot than %s was committed meanwhile; restoring that", newest)
+    raise NoSnapshot(
+        f"{store.url}: snapshots newer than {newest} are listed, and {TRIES} times were not found; does another job "
+        "write here? 'ckpt list' shows what there is"
     )
 
 

@@ -169,7 +169,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
             problems.append(Problem(key, text, "unreadable"))
             continue
         wanted.append(key)
-    for key, data in _read_all(store, wanted, names, entries, threads):
+    for key, data in _read_all(store, wanted, names, run_names, entries, threads):
         if data is None:
             if key in run_names:
                 text = f"{key}: the document of this run is not there, so what it resumed from is unknown"
@@ -208,22 +208,31 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
 
 
 def _read_all(
-    store: Store, keys: list[str], names: dict[str, SnapshotName], entries: dict[str, Entry], threads: int
+    store: Store,
+    keys: list[str],
+    names: dict[str, SnapshotName],
+    run_names: dict[str, RunId],
+    entries: dict[str, Entry],
+    threads: int,
 ) -> Iterator[tuple[str, bytes | None]]:
-    """`read_many`; and where a snapshot has gone since it was listed, what has replaced it meanwhile, which is added to
-    `names` and `entries`. Else a step that is compacted and pruned at this very moment would seem to be gone."""
+    """`read_many`; and where a snapshot has gone since it was listed, what has been written meanwhile, which is added
+    to `names`, `run_names` and `entries`. Else a step that is compacted and pruned at this very moment would seem to be
+    gone; and where all have gone because newer ones were committed, the store would seem to be empty."""
     while keys:
-        went: set[SnapshotId] = set()
+        went = False
         for key, data in read_many(store, keys, threads):
-            if data is None and key in names:
-                went.add(names[key].id)
+            went |= data is None and key in names
             yield key, data
         keys = []
         for entry in store.list(SNAPSHOTS) if went else ():
             name = SnapshotName.parse(entry.key)
-            if name is not None and name.id in went and entry.key not in names:
-                names[entry.key], entries[entry.key] = name, entry
-                keys.append(entry.key)
+            if name is None or entry.key in names or entry.size > MAX_DOCUMENT:
+                continue
+            names[entry.key], entries[entry.key] = name, entry
+            keys.append(entry.key)
+            if (run := run_key(name.id.run)) not in run_names:
+                run_names[run] = name.id.run
+                keys.append(run)
 
 
 def find(history: History, name: int | str) -> SnapshotId:
