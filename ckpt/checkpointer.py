@@ -39,7 +39,8 @@ from ckpt.ranks import open_ranks, torchrun_job
 from ckpt.resuming import reference_after
 from ckpt.saves import Saves
 from ckpt.saving.breath import Breath
-from ckpt.saving.journal import Journaling, Place, open_journal
+from ckpt.saving.journal import Journaling
+from ckpt.saving.opening import Place, open_journal
 from ckpt.saving.overlap import Overlap
 from ckpt.saving.taking import Taking
 from ckpt.saving.writer import Writer, WriterSettings

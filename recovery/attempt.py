@@ -101,13 +101,9 @@ class Attempt:
         return documents
 
     def _documents(self) -> Documents | Skip:
-        done = together(self.peers, self._open)
-        if isinstance(done, Skip):
-            return done
-        # One read, and one revision for everybody: a compaction may be publishing another one right now.
-        key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
-        opened = check_snapshot(document, key.decode())
-        self.key = opened.key
+        opened = self._opened()
+        if isinstance(opened, Skip):
+            return opened
         if opened.snapshot.without and isinstance(lacking := self._lacking(opened), Skip):
             return lacking
         own = together(self.peers, lambda: self._own(opened), wishes=lambda documents: documents.plan is None)
@@ -134,6 +130,16 @@ class Attempt:
         names = sorted(set(opened.snapshot.without) & set(self.state))
         asked = together(self.peers, lambda: None, wishes=lambda _: bool(names))
         return Skip(weights_only(self.store, opened), pruned=False) if isinstance(asked, Skip) or asked.wish else None
+
+    def _opened(self) -> OpenSnapshot | Skip:
+        """One read, and one revision for everybody: a compaction may be publishing another one right now."""
+        done = together(self.peers, self._open)
+        if isinstance(done, Skip):
+            return done
+        key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
+        opened = check_snapshot(document, key.decode())
+        self.key = opened.key
+        return opened
 
     def _without_others(self, documents: Documents) -> Documents | Skip:
         """Plan where leaves of some ranks are not live on others (an average on rank 0, the stages of a pipeline):

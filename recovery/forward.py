@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,8 +32,9 @@ from recovery.journaled import Records, ReplayPlan
 from recovery.journaled_together import Journals
 from recovery.meter import Meter
 from recovery.parallel import THREADS
+from recovery.pieces import Need, nbytes_of, place_of, sought
 from recovery.place import Seat, merged, wants
-from recovery.read import OpenSnapshot, check_part, check_snapshot
+from recovery.read import OpenSnapshot, check_part
 from recovery.replay import Stopped, begin, device_of, first_record, roll_to
 from recovery.shards import MEMORY
 from storage_backends.base import Store
@@ -56,15 +56,6 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     values: dict[str, bytes]
     aliases: dict[str, str]
     buffers: dict[str, str]
-
-
-class _Need(msgspec.Struct, frozen=True, array_like=True):
-    """A piece that a rank lacks: a box of what saved rank `saved` held of a leaf."""
-
-    saved: int
-    leaf: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -132,12 +123,9 @@ class Forward(Attempt):
 
     def _snapshot(self) -> Documents | Skip:
         """All parts, on all ranks."""
-        done = together(self.peers, self._open)
-        if isinstance(done, Skip):
-            return done
-        key, _, document = self.peers.broadcast(done.value if self.peers.rank == 0 else None).partition(b"\n")
-        opened = check_snapshot(document, key.decode())
-        self.key = opened.key
+        opened = self._opened()
+        if isinstance(opened, Skip):
+            return opened
         mine = range(self.peers.rank, opened.snapshot.world_size, self.peers.world_size)
 
         def share() -> dict[int, bytes]:
@@ -252,14 +240,13 @@ class Forward(Attempt):
         assert documents.plan is not None and self.replay is not None
         parts, by, plan = self.parts, self.replay.by, documents.plan
         near = frozenset(self._rolled)
-        sought = together(self.peers, lambda: _sought(wants(plan.wanted, parts, self.seat), parts, near))
-        if isinstance(sought, Skip):
-            return sought
-        pieces = sought.value
-        lacking = sorted({piece for some in pieces.values() for piece in some if piece.saved not in near}, key=_order)
+        found = together(self.peers, lambda: sought(wants(plan.wanted, parts, self.seat), parts, near))
+        if isinstance(found, Skip):
+            return found
+        pieces = found.value
+        lacking = sorted({piece for some in pieces.values() for piece in some if piece.saved not in near}, key=place_of)
         everyone = [
-            msgspec.msgpack.decode(data, type=list[_Need])
-            for data in self.peers.gather(msgspec.msgpack.encode(lacking))
+            msgspec.msgpack.decode(data, type=list[Need]) for data in self.peers.gather(msgspec.msgpack.encode(lacking))
         ]
         me = self.peers.rank
         out = {}
@@ -270,16 +257,16 @@ class Forward(Attempt):
         sizes = {
             rank: size
             for rank in range(self.peers.world_size)
-            if rank != me and (size := sum(_nbytes(need, parts) for need in lacking if by[need.saved] == rank))
+            if rank != me and (size := sum(nbytes_of(need, parts) for need in lacking if by[need.saved] == rank))
         }
         received = self.peers.exchange({r: data for r, data in out.items() if len(data)}, sizes)
         self.meter.count("peers", sum(len(data) for data in received.values()))
-        got: dict[_Need, Bytes] = {}
+        got: dict[Need, Bytes] = {}
         for rank, data in received.items():
             at = 0
             for need in lacking:
                 if by[need.saved] == rank:
-                    got[need] = data[at : at + _nbytes(need, parts)]
+                    got[need] = data[at : at + nbytes_of(need, parts)]
                     at += len(got[need])
 
         def read() -> dict[Shard, Bytes]:
@@ -291,10 +278,10 @@ class Forward(Attempt):
 
     def boxes(self, wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, Bytes]]:
         """Boxes of the replayed state, where this process has replayed all saved ranks. Raises DamagedError."""
-        return self._put_together(_sought(wanted, self.parts, frozenset(self._rolled)), {})
+        return self._put_together(sought(wanted, self.parts, frozenset(self._rolled)), {})
 
     def _put_together(
-        self, pieces: Mapping[Wanted, Sequence[_Need]], got: Mapping[_Need, Bytes]
+        self, pieces: Mapping[Wanted, Sequence[Need]], got: Mapping[Need, Bytes]
     ) -> Iterator[tuple[Wanted, Bytes]]:
         for want, some in pieces.items():
             box, size = want.shard.box, DTYPES[want.shard.leaf.dtype].size
@@ -305,7 +292,7 @@ class Forward(Attempt):
                 carry_out(copy, got[piece] if piece in got else self._piece(piece), data)
             yield want, data
 
-    def _piece(self, need: _Need) -> Bytes:
+    def _piece(self, need: Need) -> Bytes:
         rolled = self._rolled[need.saved]
         held = next(shard for shard in rolled.table if shard.leaf.path == need.leaf)
         data, size = rolled.bytes_of(need.leaf), DTYPES[held.leaf.dtype].size
@@ -388,42 +375,3 @@ def _differing(everyone: Sequence[Mapping[str, str]]) -> frozenset[str]:
 def _shard_row(row: Row, differing: frozenset[str], private: frozenset[str]) -> ShardRow:
     own = row.per_rank or row.leaf in differing or row.leaf in private
     return ShardRow(row.leaf, row.cls, row.dtype, row.shape, (row.offsets, row.lengths), own)
-
-
-def _sought(
-    wanted: Sequence[Wanted], parts: Mapping[int, Part], near: frozenset[int]
-) -> dict[Wanted, list[_Need]]:  # fmt: skip
-    """For each wanted box, pieces that make it up, those replayed here first. Raises DamagedError if they do not."""
-    rows: dict[str, list[tuple[int, ShardRow]]] = {}
-    for q in sorted(parts, key=lambda q: (q not in near, q)):
-        for row in parts[q].shards:
-            rows.setdefault(row.leaf, []).append((q, row))
-    found: dict[Wanted, list[_Need]] = {}
-    for want in wanted:
-        pieces: dict[Box, _Need] = {}
-        for q, row in rows.get(want.shard.leaf.path, ()):
-            if want.rank is not None and q != want.rank:
-                continue
-            common = row.as_box.intersect(want.shard.box)
-            if common is not None and not any(common == box or common.intersect(box) for box in pieces):
-                pieces[common] = _Need(q, row.leaf, common.offsets, common.lengths)
-        if sum(box.numel for box in pieces) != want.shard.box.numel:
-            path = want.shard.leaf.path
-            raise DamagedError(
-                f"{path} {want.shard.box}: the replayed ranks hold only {list(map(str, pieces))} of it",
-                key="",
-                leaf=path,
-                expected=str(want.shard.box),
-                found=str(list(map(str, pieces))),
-            )
-        found[want] = list(pieces.values())
-    return found
-
-
-def _nbytes(need: _Need, parts: Mapping[int, Part]) -> int:
-    row = next(row for row in parts[need.saved].shards if row.leaf == need.leaf)
-    return Box(need.offsets, need.lengths).numel * DTYPES[row.dtype].size
-
-
-def _order(need: _Need) -> tuple[Any, ...]:
-    return need.saved, need.leaf, need.offsets, need.lengths

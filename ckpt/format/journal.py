@@ -18,7 +18,7 @@ need no boxes, and a thousand small gradients make one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -288,29 +288,6 @@ def _problems(head: Record) -> Iterator[str]:
     for event in head.events:
         if any(param >= head.count for group in event.groups or () for param in group.params):
             yield f"{event.optimizer}: a parameter that is no row"
-
-
-# --- what covers what ----------------------------------------------------------------------------------------------
-
-Place = TypeVar("Place")
-
-
-def reach(spans: Mapping[tuple[int, int], Place], start: int) -> tuple[int, list[Place]]:
-    """How far records lead from the state after step `start`, and the places to read for it, in order.
-
-    Args:
-        spans: (the step before its first record, the step of its last) → where it lies. They may overlap: a segment
-            whose put seemed to fail is followed by a longer one.
-    """
-    at = start
-    places: list[Place] = []
-    while True:
-        best = max((last for previous, last in spans if previous <= at < last), default=None)
-        if best is None:
-            return at, places
-        chosen = max((span for span in spans if span[0] <= at and span[1] == best), key=lambda span: span[0])
-        places.append(spans[chosen])
-        at = best
 
 
 def record_head(

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -28,8 +26,7 @@ from ckpt.format.layout import Layout
 from ckpt.format.names import SnapshotId
 from ckpt.format.shards import Shard
 from ckpt.leaves import Flat, LiveShard
-from ckpt.mirror.ring import Ring
-from ckpt.options import Journal, seconds, size
+from ckpt.options import Journal
 from ckpt.rolling import Groups, Rolled, Unlike, sum_of, sums_of
 from ckpt.saving.breath import Breath
 from ckpt.saving.consuming import (
@@ -45,12 +42,10 @@ from ckpt.saving.consuming import (
     tracked,
     version_of,
 )
-from ckpt.saving.gradients import Buffers, Lot, copy_out
+from ckpt.saving.gradients import Lot, copy_out
 from ckpt.saving.job import Bytes, JournalStats
 from ckpt.saving.keeping import Begin, Committed, Consumed, Keeper, Mark, Moment, Pause
-from ckpt.saving.segments import Segments
 from ckpt.saving.threads import Crew, Pending
-from storage_backends.base import Store
 
 log = logging.getLogger("ckpt")
 
@@ -62,20 +57,6 @@ SMALL = 64 * 1024
 
 PATIENCE = 60.0
 """Seconds that `completed` waits for records to be durable before the journal pauses and says so."""
-
-DEPTH = 4
-"""Steps captured and not yet written down, at most: then training waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank's records go. `base`: the folder of mirrors, None without one; `identity`: of the store there."""
-
-    store: Store
-    base: Path | None
-    identity: str
-    rank: int
-    world_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,30 +365,3 @@ class Journaling:
 
 def _cut(sums: bytes, size: int = SUM) -> list[bytes]:
     return [sums[at : at + size] for at in range(0, len(sums), size)]
-
-
-def open_journal(
-    settings: Journal, state: Mapping[str, object], look: Look, names: Callable[[], Mapping[int, str]], place: Place
-) -> Journaling:
-    """The journal of one rank.
-
-    Raises:
-        UnsupportedState: a tracked optimizer cannot be journaled.
-        ValueError: records are to go into the mirror's folder alone, and there is none.
-    """
-    journaled_optimizers(state)
-    ring = None
-    if settings.to != "store":
-        if place.base is not None:
-            try:
-                ring = Ring(place.base, place.identity, place.rank, size(settings.ring))
-            except OSError as error:
-                log.warning("the journal is not in the mirror's folder: %s", error.strerror or error)
-        if ring is None and settings.to == "mirror":
-            raise ValueError('journal to="mirror" needs a mirror\'s folder; name one with mirror=, or use to="both"')
-    changed = threading.Condition()
-    keeper = Keeper(place.rank, place.world_size, ring, None, Buffers(), changed, DEPTH)
-    if settings.to != "mirror":
-        age = 0.0 if settings.steps is not None else seconds(settings.flush)
-        keeper.segments = Segments(place.store, place.rank, age, keeper.told)
-    return Journaling(settings, state, look, names, keeper)

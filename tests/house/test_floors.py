@@ -64,6 +64,7 @@ TORCH = {
     "ckpt.saving.gradients",
     "ckpt.saving.journal",
     "ckpt.saving.keeping",
+    "ckpt.saving.opening",
     "ckpt.saving.proving",
     "ckpt.saving.sharing",
     "ckpt.saving.taking",

@@ -49,3 +49,13 @@ def test_whoever_replays_can_read_all_of_it(reaches: list[list[int]]) -> None:
     plan = plan_replay(BASE, reaches, 12)
     assert plan.target == min(max(mine[q] for mine in reaches) for q in range(3))
     assert all(reaches[by][q] >= plan.target for q, by in plan.by.items()) and plan.by.keys() == {0, 1, 2}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=12), st.integers(0, 9))
+def test_records_reach_as_far_as_any_chain_of_them(raw: list[tuple[int, int]], start: int) -> None:
+    segments = [SegmentName(RUN, 0, a, a + n) for a, n in raw]
+    covered = {step for name in segments for step in range(name.previous, name.step)}
+    expected = start
+    while expected in covered:
+        expected += 1
+    assert records_of(segments, (), RUN).reach(0, start) == expected

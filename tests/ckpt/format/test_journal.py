@@ -22,7 +22,6 @@ from ckpt.format.journal import (
     OpenRecord,
     decode_run,
     encode_run,
-    reach,
     read_record,
     read_segment,
     record_head,
@@ -141,18 +140,6 @@ def test_gradients_that_are_exactly_bf16_cost_less_than_half() -> None:
         for a in (exact, words)
     ]
     assert sizes[1] < 0.5 * exact.nbytes and sizes[1] < 0.6 * sizes[0]
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=12), st.integers(0, 9))
-def test_reach_goes_as_far_as_any_chain_of_spans(raw: list[tuple[int, int]], start: int) -> None:
-    spans = {(a, a + n): f"{a}-{a + n}" for a, n in raw}
-    at, places = reach(spans, start)
-    covered = {step for a, b in spans for step in range(a, b)}
-    expected = start
-    while expected in covered:
-        expected += 1
-    assert at == expected
-    assert len(places) == len(set(places)) and (bool(places) == (at > start))
 
 
 def test_segments_have_names_that_say_what_they_hold() -> None:
