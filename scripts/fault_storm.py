@@ -88,6 +88,8 @@ class Storm:
             self._kill_all(job)
         elif self._up(job):
             self._visit()
+            if self.dice.random() < 0.6:
+                job.hears(0, "told ", 10.0)
             time.sleep(self.dice.expovariate(1.0) + 0.1)
             for sleeper in [s for s in self.sleepers if s.until <= number]:
                 self._thaw(sleeper)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from ckpt import checkpointer
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StoreInUse
 from ckpt.format.names import SnapshotId
 from ckpt.history.catalog import read_history
 from ckpt.history.clock import SystemClock
@@ -21,10 +26,12 @@ from ckpt.history.retention import execute, plan_prune
 from ckpt.history.runs import newest_run, put_alive
 from ckpt.saving.writer import WriterSettings
 from storage_backends.base import StorageError, Store
+from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
 from tests.ckpt.history.making import FakeClock
 from tests.faults.living import Book, Process, check_goes_on, check_store
 from tests.support.faulty import VERBS, GateStore
+from tests.support.procs import Job, run_ranks, succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
 
@@ -51,6 +58,90 @@ def elsewhere(process: Process, store: Store) -> None:
 
 def prune(store: Store, last: int) -> None:
     execute(plan_prune(store, ckpt.Keep(last=last), grace=0, threads=1), store, clock=SystemClock(), threads=1)
+
+
+# --- the second one, and the one after ---------------------------------------------------------------------------
+
+
+def test_a_job_that_was_overtaken_is_refused_by_name_whenever_it_saves_even_when_the_newer_one_has_ended() -> None:
+    """E5: saving a step that has failed opens a run, and that must not be newer than the one that took over."""
+    store, book = MemoryStore(), Book()
+    with Process(store, book) as old:
+        old.restore()
+        assert old.save()
+        with Process(store, book) as new:
+            elsewhere(new, store)
+            new.saver._tenure._clock = FakeClock()  # the old one falls silent
+            assert new.restore() == 1
+            for _ in range(2):
+                assert new.save()
+        newest = read_history(store).newest
+        old.book = Book(book.pages, book.told)
+        for back in (0, 1, 0, 0):
+            old.step -= back
+            assert not old.save()
+            assert read_history(store).newest == newest
+        with pytest.raises(
+            StoreInUse, match=r"overtaken and must restore .* host elsewhere, pid \d+, no job id, started"
+        ):
+            old.saver.save(1)
+        assert old.restore() == 3
+        assert old.save()
+        book.told = old.book.told
+    check_store(store, book)
+    check_goes_on(store, book)
+
+
+def saves_fifty(url: str, name: str) -> None:
+    """Steps from where the store is, fifty of them; the first job stands still in the middle until it is told."""
+    tensor = torch.zeros(3000)
+    with ckpt.Checkpointer(url, {"t": tensor}, mirror="off", options=ckpt.Options(heartbeat=HEARTBEAT[name])) as saver:
+        try:
+            start = saver.restore()
+        except StoreInUse as error:
+            print("refused", error.host, error.pid, error.job, error.started, error)
+            return
+        print("restored", start, float(tensor[0]))
+        for step in range(start + 1, start + 51):
+            tensor.fill_(step)
+            saver.save(step).wait(60)
+            if (name, step) == ("first", 25):
+                print("half", flush=True)
+                sys.stdin.readline()
+        print("fifty", flush=True)
+        sys.stdin.readline()
+
+
+HEARTBEAT = {"first": 0.05, "second": 0.05, "third": "1h"}
+
+
+@pytest.mark.e2e
+def test_two_processes_that_save_the_same_fifty_steps_on_one_store_and_the_one_after_a_kill(tmp_path: Path) -> None:
+    """E5: the second is refused by host, pid, job and start, while the first lives; dead, it is taken over at once
+    (else the third would wait for three of its heartbeats of an hour)."""
+    job_id = {"TORCHELASTIC_RUN_ID": "job 7"}
+    with Job(saves_fifty, 1, [str(tmp_path), "first"], env=job_id) as first:
+        first.until(0, "half")
+        [second] = run_ranks(saves_fifty, 1, [str(tmp_path), "second"])
+        word, host, pid, *rest = second.out.split()
+        assert (word, host, int(pid)) == ("refused", socket.gethostname(), first.pid(0)), second.out
+        assert f"pid {pid}, job job 7, started " in second.out
+        assert rest[0:2] == ["job", "7"]
+        assert abs(float(rest[2]) - time.time()) < 600
+        first.tell(0)
+        first.until(0, "fifty")
+        first.kill(0)
+        first.wait()
+    with Job(saves_fifty, 1, [str(tmp_path), "third"]) as third:
+        third.until(0, "restored 50 50.0")
+        third.tell(0)
+        third.until(0, "fifty")
+        third.tell(0)
+        succeed(third.wait())
+    store = LocalStore(tmp_path)
+    assert [id_.step for id_ in sorted(read_history(store).snapshots)] == list(range(1, 101))
+    for step in (1, 50, 51, 100):
+        assert set(ckpt.load(store, step)["t"].tolist()) == {step}
 
 
 OPENING, RESTORING = 7, 30

@@ -259,6 +259,34 @@ def test_each_snapshot_is_claimed_before_it_is_read_and_given_up_when_a_prune_na
     assert "a prune has announced" in restored.skipped[0][1]
 
 
+def test_a_snapshot_committed_between_the_choice_and_the_claim_is_the_one_that_comes_back() -> None:
+    """E5: this process stood still between the two; going on from the older one would abandon what came meanwhile."""
+    store = MemoryStore()
+    then, ids = train_and_store(store, [2, 5])
+    newer = SnapshotName(ids[1]).key
+    hidden = store.get(newer)
+    store.delete([newer])
+    asked: list[SnapshotId | None] = []
+
+    def settled(newest: SnapshotId | None) -> bool:
+        asked.append(newest)
+        store.put(newer, hidden)
+        return newest == ids[1]
+
+    training = Training(seed=3)
+    assert _whole(store, training, settled=settled).step == 5
+    assert asked == [ids[0], ids[1]]
+    assert training.bytes() == then[5]
+    assert _whole(store, training, settled=settled, step=2).step == 2
+    assert len(asked) == 2, "a step that is asked for is that one"
+
+
+def test_snapshots_that_are_listed_and_never_found_are_an_error_and_no_endless_restore() -> None:
+    store = MemoryStore()
+    with pytest.raises(NoSnapshot, match="newer than None are listed"):
+        _restore(store, Training().state, settled=lambda newest: False)
+
+
 def test_what_claim_raises_is_raised() -> None:
     store = MemoryStore()
     train_and_store(store, [2])

@@ -4,7 +4,7 @@ import pytest
 
 from ckpt.errors import FormatTooNew, NoSnapshot
 from ckpt.format.manifest import FORMAT, PinDoc, RunDoc, Snapshot, digest128, seal
-from ckpt.format.names import RUNS, PartName, RunId, SnapshotId, SnapshotName, run_key
+from ckpt.format.names import RUNS, SNAPSHOTS, PartName, RunId, SnapshotId, SnapshotName, run_key
 from ckpt.history.catalog import MAX_DOCUMENT, find, read_history
 from storage_backends.base import Entry, Unavailable
 from storage_backends.memory import MemoryStore
@@ -181,6 +181,27 @@ def test_a_snapshot_pruned_between_two_listings_is_no_problem() -> None:
 
     history = read_history(Pruned())
     assert SnapshotId(RUN, 30) not in history.snapshots
+    assert history.problems == ()
+
+
+def test_a_history_of_which_all_that_was_listed_has_gone_is_that_of_what_came_instead() -> None:
+    """D4: a new job has saved and pruned between our listing and our reading; else the store would seem empty."""
+    inner = MemoryStore()
+    put_run(inner, RUN)
+    put_keyframes(inner, RUN, [10, 20])
+
+    class Moving(FaultyStore):
+        def get(self, key: str) -> bytes:
+            if key.startswith(SNAPSHOTS) and not any(run_key(NEXT) == entry.key for entry in inner.list(RUNS)):
+                inner.delete([entry.key for entry in inner.list("") if not entry.key.startswith("runs/")])
+                put_run(inner, NEXT, resumed_from=SnapshotId(RUN, 20))
+                put_keyframes(inner, NEXT, [30])
+            return super().get(key)
+
+    history = read_history(Moving(inner), threads=1)
+    assert history.newest == SnapshotId(NEXT, 30)
+    assert sorted(history.snapshots) == [SnapshotId(NEXT, 30)]
+    assert history.runs[NEXT].resumed_from == str(SnapshotId(RUN, 20))
     assert history.problems == ()
 
 
