@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 SFTP_SLICE = 4 << 20
@@ -239,44 +239,29 @@ class Facts:
 # A backend that we know nothing about gets the careful way of everything.
 UNKNOWN = Facts()
 
-_S3 = Facts(
+_OBJECTS = Facts(whole=True, bucket=True, folders=False, flat=True, shared=True, threads=16, write=pipe_in_time)
+"""What the three object stores have in common."""
+
+_S3 = replace(
+    _OBJECTS,
     extra="s3",
-    whole=True,
-    bucket=True,
-    folders=False,
-    flat=True,
-    shared=True,
-    threads=16,
     mtime=("LastModified",),
-    write=pipe_in_time,
     find=s3_find,
     options=s3_options,
     prepare=s3_tries_once,
 )
 # gcsfs tries each request six times by itself, and has no switch for that: its tries end with ours.
-_GCS = Facts(
+_GCS = replace(
+    _OBJECTS,
     extra="gcs",
-    whole=True,
-    bucket=True,
-    folders=False,
-    flat=True,
-    shared=True,
-    threads=16,
     mtime=("mtime", "updated"),
-    write=pipe_in_time,
     read=cat_in_time,
     remove=remove_in_time,
 )
-_AZURE = Facts(
+_AZURE = replace(
+    _OBJECTS,
     extra="azure",
-    whole=True,
-    bucket=True,
-    folders=False,
-    flat=True,
-    shared=True,
-    threads=16,
     mtime=("last_modified",),
-    write=pipe_in_time,
     remove=remove_in_time,
     find=azure_find,
     options=azure_timeouts,

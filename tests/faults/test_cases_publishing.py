@@ -29,7 +29,7 @@ from tests.faults.team import WAIT, Team, content, opened, saved
 from tests.support.faulty import GateStore, LaggingStore, SwitchStore
 from tests.support.roundtrip import content as content_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning")
 
 WRITTEN = [PACKS, PARTS, SNAPSHOTS]
 

@@ -3,50 +3,27 @@ afterwards is whole, the newest of it comes back, and the next save is right."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt import checkpointer
 from ckpt.format.key import Key
 from ckpt.history.clock import SystemClock
 from ckpt.history.keyed import with_key
 from ckpt.history.retention import execute, plan_prune
-from ckpt.saving.writer import WriterSettings
 from storage_backends.base import Refused, StorageError, Store
 from storage_backends.memory import MemoryStore
 from storage_backends.retry import RetryingStore
 from tests.faults.living import Book, Process, check_goes_on, check_store
 from tests.support.faulty import WRITES, Crash, FaultyStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_packs() -> Iterator[None]:
-    """Several packs per save of a few chunks, so that a save is many calls."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointer, "WriterSettings", partial(WriterSettings, pack_limit=8192, workers=1))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_noise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The threads of a process that has crashed end as they may, and hundreds of warnings tell nobody anything."""
-    caplog.set_level(logging.CRITICAL)
-    told = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, Crash):
-            told(args)
-
-    monkeypatch.setattr(threading, "excepthook", hook)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning"),
+    pytest.mark.usefixtures("small_packs", "no_noise"),
+]
 
 
 class Start:

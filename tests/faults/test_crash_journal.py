@@ -4,8 +4,6 @@ trained comes back. Prunes and compaction beside it."""
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from itertools import count
 from typing import Any
 
@@ -29,22 +27,16 @@ from tests.support.journals import EVERY_STEP, QUIET, job, recording, unhurt
 from tests.support.stores import DirectWriter
 from tests.support.training import Training
 
-pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning"),
+    pytest.mark.usefixtures("no_noise"),
+]
 
 TOTAL = 9
 
 
 @pytest.fixture(autouse=True)
-def no_noise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The threads of a process that has crashed end as they may."""
-    caplog.set_level(logging.CRITICAL)
-    told = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, Crash):
-            told(args)
-
-    monkeypatch.setattr(threading, "excepthook", hook)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "PAUSES", (0.0,))
 
 

@@ -311,7 +311,7 @@ def many_small_packs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     yield
 
 
-@pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning")
 @pytest.mark.parametrize(
     "runs", [10, pytest.param(300, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])]
 )  # fmt: skip

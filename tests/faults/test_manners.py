@@ -187,7 +187,7 @@ def saves_without_a_pause(url: str, interrupts: int) -> None:
     print("last", step + 1)
 
 
-@pytest.mark.filterwarnings("ignore:step .* was not saved")
+@pytest.mark.filterwarnings("ignore:.*step .* was not saved")
 def test_ctrl_c_anywhere_in_a_save_leaves_a_checkpointer_that_works(tmp_path: Path, rounds: int) -> None:
     with Job(saves_without_a_pause, 1, [str(tmp_path), rounds]) as job:
         for number in range(1, rounds + 1):

@@ -3,9 +3,7 @@ place of a fan-out that fails costs no save."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt import checkpointer
-from ckpt.saving.writer import WriterSettings
 from recovery.verify import verify
 from storage_backends.base import Refused, StorageError, Store
 from storage_backends.fanout import FanoutStore
@@ -23,26 +19,10 @@ from storage_backends.tiered import TieredStore
 from tests.faults.living import Book, Process, check_goes_on, check_store, damage
 from tests.support.faulty import WRITES, Crash, FaultyStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_packs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointer, "WriterSettings", partial(WriterSettings, pack_limit=8192, workers=1))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_noise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    told = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, Crash):
-            told(args)
-
-    monkeypatch.setattr(threading, "excepthook", hook)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning"),
+    pytest.mark.usefixtures("small_packs", "no_noise"),
+]
 
 
 Build = Callable[[Store, Store], Store]
