@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,14 @@ def main() -> int:
     parser.add_argument("--rates", type=int, default=3, help="rounds of training with saves (default 3; 0: none)")
     parser.add_argument("--memory", type=int, default=1000, help="MB of state whose peak is measured (0: none)")
     parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--readme", action="store_true", help="only show what is in the JSON, as README has it")
     options = parser.parse_args()
+    if options.readme:
+        from scripts.peer_bars import readme, report
+
+        found = json.loads(options.json.read_text())
+        print(readme(found) + "\n" + report(found))
+        return 0
     python = install()
     if Path(sys.prefix).resolve() != (RESULTS / "peers").resolve():
         environment = os.environ | {"PYTHONPATH": str(REPO)}
@@ -125,7 +132,7 @@ def _load(name: str, makers: dict[str, Callable[..., Any]], options: argparse.Na
         peers = {}
         for n, maker in makers.items():
             peers[n] = maker(load, Path(folder) / n.replace(" ", "-"))
-            stack.callback(peers[n].close)
+            stack.callback(_closed, peers[n])
         seen: dict[str, set[Path]] = {n: set() for n in peers}
         before: list[Any] = []
         for turn in range(options.rounds + 2):  # two that do not count: buffers, processes and pools are made in them
@@ -134,7 +141,12 @@ def _load(name: str, makers: dict[str, Callable[..., Any]], options: argparse.Na
             if turn >= 2:
                 times["plain copy"].setdefault("blocked", []).append(_copy(load, ready))
             for n in _turned(list(peers), turn):
-                took = _save(load, peers[n], turn)
+                try:
+                    took = _save(load, peers[n], turn)
+                except Exception as error:  # reported, and the others go on
+                    print(f"{name}: {n} failed and is left out: {type(error).__name__}: {error}", flush=True)
+                    del peers[n], times[n]
+                    continue
                 took["stored"] = _new_bytes(Path(folder) / n.replace(" ", "-"), seen[n]) / 1e6
                 if turn >= 2:
                     for figure, value in took.items():
@@ -154,6 +166,11 @@ def _load(name: str, makers: dict[str, Callable[..., Any]], options: argparse.Na
     for n, rate in rates.items():
         figures[n] |= rate
     return {"MB": load.nbytes / 1e6, "others": watch.others(), "figures": figures, "touched": own}
+
+
+def _closed(peer: Any) -> None:
+    with suppress(Exception):  # what failed before, and was said, fails again
+        peer.close()
 
 
 def _save(load: Any, peer: Any, step: int) -> dict[str, float]:

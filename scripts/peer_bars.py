@@ -35,6 +35,42 @@ def report(found: dict[str, Any]) -> str:
     return "\nbars\n" + "\n".join(lines)
 
 
+def readme(found: dict[str, Any]) -> str:
+    """The dense load as a table, and a line for each other one, in markdown."""
+    lines = [
+        "| dense, "
+        + f"{found['loads']['dense']['MB']:.0f} MB | blocked, of a plain copy | durable | CPU | stored | load |"
+        " steps per second kept, a save every 10 / every step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    copied = found["loads"]["dense"]["figures"]["plain copy"]["blocked"]["median"]
+    for name, figures in found["loads"]["dense"]["figures"].items():
+        if name == "plain copy":
+            continue
+
+        def at(figure: str, text: str, of: str = "median", f: dict[str, Any] = figures) -> str:
+            return text.format(f[figure][of]) if figure in f else "-"
+
+        cells = [
+            name,
+            f"{figures['blocked']['median'] / copied:.2f} times",
+            at("durable", "{:.2f} s"),
+            at("cpu", "{:.2f} s"),
+            at("stored", "{:.0f} MB", "mean"),
+            at("load", "{:.2f} s"),
+            at("rate, every 10", "{:.2f}") + " / " + at("rate, every 1", "{:.2f}"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, load in found["loads"].items():
+        if name != "dense" and _has(load, "ours", "moonclip"):
+            a, b = load["figures"]["ours"], load["figures"]["moonclip"]
+            lines.append(
+                f"| {name}, {load['MB']:.0f} MB: stored, ours / moonclip | {a['stored']['mean']:.2f} / "
+                f"{b['stored']['mean']:.2f} MB |"
+            )
+    return "\n".join(lines)
+
+
 def bars(found: dict[str, Any]) -> Iterator[Bar]:
     loads = found["loads"]
     if "dense" in loads:
