@@ -56,14 +56,21 @@ class Copying:
                 return
             try:
                 _carry_out(copy)
-            except BaseException as error:  # whoever waits must be let go, whatever it is
+            except Exception as error:
                 self._error = error
-            with self._lock:
-                self._left -= 1
-                if self._left:
-                    continue
-            self._check("cpu")
-            self._copied.set()
+            except BaseException as error:  # Ctrl-C during an optimizer's step: the save fails, and the step is left
+                self._error = error
+                raise
+            finally:  # whoever waits must be let go, whatever it is
+                self._count_off()
+
+    def _count_off(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._check("cpu")
+        self._copied.set()
 
     def run(self) -> None:
         """On our own thread: all of it, then `then`. Never raises; `wait` does."""

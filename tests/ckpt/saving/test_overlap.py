@@ -186,6 +186,20 @@ def test_a_copy_that_fails_lets_the_step_go_on_and_fails_the_save(monkeypatch: p
         copying.wait()
 
 
+def test_ctrl_c_while_a_step_copies_is_not_swallowed_and_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(copy: object) -> None:
+        raise KeyboardInterrupt
+
+    copying = State().copying()
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap, "_carry_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copying.hold_back()
+    copying.run()  # copies what is left, and holds nobody up
+    with pytest.raises(KeyboardInterrupt):
+        copying.wait()
+
+
 def test_a_failure_at_the_end_reaches_whoever_waits() -> None:
     def then() -> None:
         raise OSError("the mirror is full")
