@@ -41,7 +41,7 @@ def test_a_storm_on_a_folder_loses_nothing(rounds: int, capsys: pytest.CaptureFi
 @pytest.mark.servers
 @pytest.mark.parametrize("kind", ["swift", "weed", "sftp"])
 def test_a_storm_on_a_server_that_is_killed_and_cut_off_loses_nothing(kind: str) -> None:
-    found = fault_storm.storm(kind, seed=5, ranks=2, rounds=3, minutes=4, acts=("server", "network", "kill all"))
+    found = fault_storm.storm(kind, seed=5, ranks=2, rounds=3, minutes=2, acts=("server", "network", "kill all"))
     assert (found["losses"], found["wrong bits"], found["hangs"], found["broken"]) == ([], [], [], [])
     assert found["commits"]
 
