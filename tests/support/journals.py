@@ -12,7 +12,7 @@ import ckpt
 from storage_backends.base import Store
 from tests.support.training import Training
 
-QUIET = ckpt.Options(commit_wait=20, heartbeat=0.05)
+QUIET = ckpt.Options(commit_wait=20, heartbeat="1h")
 EVERY_STEP = ckpt.Journal(flush="1 step", to="store")
 
 
