@@ -39,7 +39,7 @@ PATIENCE = 240.0
 90 s for a store) come first, and the machine may be busy."""
 
 ACTS = {
-    "kill all": 30, "kill one": 18, "kill early": 12, "SIGTERM": 8, "overtaken": 10, "pause": 6, "second job": 5,
+    "kill all": 30, "kill one": 18, "SIGTERM": 8, "overtaken": 10, "pause": 6, "second job": 5,
     "ends": 4, "server": 25, "network": 10,
 }  # fmt: skip
 CHECK, DEEP, SWEEP = 2, 4, 8
@@ -67,6 +67,7 @@ class Storm:
     mark: int = 0
     sleepers: list[Sleeper] = field(default_factory=list)
     visitors: list[Job] = field(default_factory=list)
+    living: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = self.ground.address.open()
@@ -81,13 +82,12 @@ class Storm:
         self.dice = random.Random(self.seed * 1_000_003 + number)
         [act] = self.dice.choices(self.acts, [ACTS[act] for act in self.acts])
         world = self.dice.randint(1, self.ranks)
+        for _ in range(self.dice.choice((0, 0, 1, 2, 3))):
+            self._crash_early()
         before, told = self.watch.told, self.watch.counts["told"]
-        job = Job(trains, world, [self._orders(stop=self.dice.randint(5, 60) if act == "ends" else None)])
+        job = self._start(world, self._orders(stop=self.dice.randint(5, 60) if act == "ends" else None))
         kept = False
-        if act == "kill early":
-            time.sleep(self.dice.uniform(0.0, 1.5))
-            self._kill_all(job)
-        elif self._up(job):
+        if self._up(job):
             self._visit()
             if self.dice.random() < 0.6:
                 job.hears(0, "told ", 10.0)
@@ -157,6 +157,14 @@ class Storm:
                 self._kill_all(job)
         return False
 
+    def _crash_early(self) -> None:
+        """A start that dies before or while it restores, as in a crash loop."""
+        before, world = self.watch.told, self.dice.randint(1, self.ranks)
+        job = self._start(world, self._orders())
+        time.sleep(self.dice.uniform(0.0, 1.5))
+        self._kill_all(job)
+        self._finish(job, before)
+
     def _strike(self, what: str) -> None:
         server, proxy = self.ground.server, self.ground.proxy
         if what == "server" and server is not None:
@@ -186,7 +194,7 @@ class Storm:
 
     def _second(self, before: SnapshotId | None) -> None:
         """A second job beside the first: refused, unless the first could not say for seconds that it lives."""
-        second = Job(trains, 1, [self._orders(calm=True)])
+        second = self._start(1, self._orders(calm=True))
         if not self._up(second):
             self.watch.counts["second jobs refused"] += "refused " in second.said(0)
         self._kill_all(second)
@@ -195,9 +203,22 @@ class Storm:
     def _visit(self) -> None:
         for _ in range(self.dice.choice((0, 0, 1, 1, 2))):
             what = self.dice.choice(("load", "verify", "prune", "prune", "compact", "pin"))
-            self.visitors.append(Job(visits, 1, [self.ground.address, what, self.dice.getrandbits(32)]))
+            visitor = Job(visits, 1, [self.ground.address, what, self.dice.getrandbits(32)])
+            self.living.append(visitor)
+            self.visitors.append(visitor)
 
     # --- processes ---
+
+    def end(self) -> None:
+        """Whatever happened, no process outlives the storm."""
+        for job in self.living:
+            job.kill_all()
+            job.wait(PATIENCE)
+
+    def _start(self, world: int, orders: Orders) -> Job:
+        job = Job(trains, world, [orders])
+        self.living.append(job)
+        return job
 
     def _orders(self, *, stop: int | None = None, calm: bool = False) -> Orders:
         self.mark += 1
@@ -252,6 +273,7 @@ class Storm:
         except AssertionError as hung:  # with the stacks of all threads
             self.watch.blame(self.watch.hangs, str(hung))
             said = [str(hung)]
+        self.living.remove(job)
         for text in said:
             self.watch.hear(text.splitlines(), told_before)
 
@@ -271,11 +293,14 @@ def storm(
     with ground(where) as place:
         raging = Storm(place, ranks, seed, watch, acts)
         number = 0
-        while number != rounds and time.monotonic() - began < 60 * minutes and len(watch.losses) + len(watch.hangs) < 5:
-            number += 1
-            raging.round(number)
-        raging.calm()
-        watch.check(raging.store, raging.dice, deep=True)
+        try:
+            while number != rounds and time.monotonic() - began < 60 * minutes and watch.tolerable:
+                number += 1
+                raging.round(number)
+            raging.calm()
+            watch.check(raging.store, raging.dice, deep=True)
+        finally:
+            raging.end()
     faults = {kind.removeprefix("fault: "): n for kind, n in sorted(watch.counts.items()) if kind.startswith("fault: ")}
     counts = {kind: n for kind, n in sorted(watch.counts.items()) if not kind.startswith("fault: ")}
     return {

@@ -44,6 +44,11 @@ class Watch:
     def well(self) -> bool:
         return not (self.losses or self.wrong or self.hangs or self.broken)
 
+    @property
+    def tolerable(self) -> bool:
+        """Whether it is worth going on: what is wrong five times is wrong for good."""
+        return max(map(len, (self.losses, self.wrong, self.hangs, self.broken))) < 5
+
     def blame(self, of: list[str], text: str) -> None:
         of.append(text)
         self.say(f"    !!! {text}")
