@@ -17,7 +17,7 @@ from ckpt.format.manifest import Blob, digest64
 from ckpt.format.pack import LEAD, stray_place
 from ckpt.history.keyed import key_of
 from storage_backends.base import NotFound, Refused, StorageError, Store
-from storage_backends.copies import Copied
+from storage_backends.copies import Copied, each_copy
 
 GAP = 64 * 1024
 """Most bytes between two blobs that are read and dropped rather than asked for separately: at 20 ms a request and
@@ -173,7 +173,7 @@ def _opens(key: Key, stored: bytes, kind: int) -> bool:
 def _from_other_copies(store: Copied, fetched: Fetched, tally: Tally | None) -> None:
     """Blob by blob: two copies of a pack may each have lost something else."""
     for blob in list(fetched.faults):
-        for place in store.copies(blob.pack).values():
+        for keeper, place in each_copy(store, blob.pack):
             try:
                 read = place.get_range(blob.pack, blob.start, blob.stop)
             except StorageError:
@@ -183,7 +183,7 @@ def _from_other_copies(store: Copied, fetched: Fetched, tally: Tally | None) -> 
             if digest64(read) == blob.digest:
                 fetched.data[blob] = memoryview(read)
                 del fetched.faults[blob]
-                store.slips.note(blob.pack)
+                keeper.slips.note(blob.pack)
                 break
 
 

@@ -94,7 +94,11 @@ def verify(
         FormatTooNew: a newer version wrote here.
     """
     if isinstance(store, Copied):
-        copies = CopyCheck(store, deep, only, max(memory // threads, 1), threads)
+        piece = max(memory // threads, 1)
+        for place in store.places.values():  # a durable tier of several places: its copies first
+            if isinstance(place, Copied):
+                yield from CopyCheck(place, deep, only, piece, threads).findings(repair=repair)
+        copies = CopyCheck(store, deep, only, piece, threads)
         yield from copies.findings(repair=repair)
         store = copies.around()
     check = _Check(store, only, memory, threads, {entry.key: entry.size for entry in store.list("")})

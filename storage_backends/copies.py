@@ -7,7 +7,7 @@ other places itself, and mends later, in one go and off the path of the read (`c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from storage_backends.base import Entry, Store
@@ -59,6 +59,15 @@ class Copied(Store, Protocol):
         """The same store with every place wrapped: limits and encryption belong under the copies, where a copy that
         fails alone is noticed alone. What is known of the copies (`slips`, what a place lacks) both know."""
         ...
+
+
+def each_copy(store: Copied, key: str) -> Iterator[tuple[Copied, Store]]:
+    """Every single copy of `key`, with the store that keeps it beside others: a durable tier may be several places."""
+    for place in store.copies(key).values():
+        if isinstance(place, Copied):
+            yield from each_copy(place, key)
+        else:
+            yield store, place
 
 
 def wrapped(store: Store, wrap: Callable[[Store], Store]) -> Store:

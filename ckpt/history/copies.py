@@ -20,7 +20,7 @@ from ckpt.format.intact import flaw
 from ckpt.format.manifest import digest128
 from ckpt.format.names import ALIVE, PRUNES
 from storage_backends.base import NotFound, StorageError, Store
-from storage_backends.copies import Copied
+from storage_backends.copies import Copied, each_copy
 
 T = TypeVar("T")
 
@@ -44,13 +44,13 @@ def checked(store: Store, key: str, data: bytes, decode: Callable[[bytes], T]) -
     except DamagedError:
         if not isinstance(store, Copied):
             raise
-        for place in store.copies(key).values():
+        for keeper, place in each_copy(store, key):
             try:
                 other = place.get(key)
                 value = decode(other)
             except (StorageError, DamagedError):
                 continue
-            store.slips.note(key, digest128(other))
+            keeper.slips.note(key, digest128(other))
             return value
         raise
 
@@ -73,20 +73,23 @@ def mend(store: Store) -> list[Mended]:
 
     Never raises `StorageError`: whoever read has what it wanted, and a read-only place must not spoil that.
     """
-    if not isinstance(store, Copied) or not (found := store.slips.take()):
+    if not isinstance(store, Copied):
         return []
-    mended: list[Mended] = []
+    mended = [one for place in store.places.values() for one in mend(place)]
+    if not (found := store.slips.take()):
+        return mended
+    deeper = len(mended)
     try:
         if store.list(PRUNES):
             # What is missing somewhere may be about to go everywhere, and would be brought back.
             for key, digest in found.items():
                 store.slips.note(key, digest)
-            return []
+            return mended
         for key, digest in found.items():
             mended += mend_one(store, key, digest)
     except StorageError as error:
         log.warning("a bad copy was not mended: %s", error)
-    for one in mended:
+    for one in mended[deeper:]:
         log.warning("%s", one)
     return mended
 

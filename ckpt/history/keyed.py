@@ -11,7 +11,6 @@ is compared with the key at hand: nothing is read or written with a wrong one.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -34,7 +33,6 @@ class KeyedStore:
     def __init__(self, store: Store, key: Key) -> None:
         self.key = key
         self._store = store
-        self._lock = threading.Lock()
         self._looked = False
 
     @property
@@ -86,12 +84,9 @@ class KeyedStore:
         return max(entry.size - self.key.overhead(entry.key), 0)
 
     def _look(self) -> None:
-        if self._looked:
-            return
-        with self._lock:
-            if not self._looked:
-                check_key(self._store, self.key)
-                self._looked = True
+        if not self._looked:  # no lock: two threads may both look, and none waits for another one's deadline
+            check_key(self._store, self.key)
+            self._looked = True
 
 
 def store_at(url: KeyName | Store, key: KeyName | Key | None = None) -> Store:

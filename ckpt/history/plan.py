@@ -383,7 +383,8 @@ def _superseded(
     """Documents of snapshots that stay which a higher revision replaces (PROTOCOL.md §5.5).
 
     They stay with it while a job may lean on the snapshot: it may have read, and may name, what only they need. And
-    while anything that the higher one needs is missing from our lists, which are older than it, or announced to go."""
+    while anything that the higher one needs is missing from our lists, which are older than it, or announced to go, or
+    lies on the fast tier alone, which may vanish."""
     leaned = _leaned_on(history, objects, clock, announced_by(unfinished))
     doomed = {key for doc in unfinished for key in doc.keys}
     found: set[str] = set()
@@ -392,8 +393,10 @@ def _superseded(
         if name is None or name.id not in kept or name.id in leaned or name.id not in history.keys:
             continue
         best = history.snapshots[name.id]
-        needed = {pack for pack, _ in best.packs} | {part.key for part in best.parts}
-        if name.revision < best.revision and needed <= history.entries.keys() and not needed & doomed:
+        needed = {pack for pack, _ in best.packs} | {part.key for part in best.parts} | {history.keys[name.id]}
+        if name.revision >= best.revision or not needed <= history.entries.keys() or needed & doomed:
+            continue
+        if all(history.entries[one].places != (FAST,) for one in needed):
             found.add(key)
     return found
 

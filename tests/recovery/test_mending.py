@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ckpt.format.manifest import FORMAT, PruneDoc, seal
 from ckpt.format.names import PartName, prune_key
 from ckpt.history.catalog import read_history
 from ckpt.history.tiers import Tiers
 from recovery.findings import Finding
+from recovery.load import load
 from recovery.read import read_parts
 from recovery.verify import verify
 from storage_backends.base import Store, Unavailable
@@ -168,4 +171,30 @@ def test_of_two_tiers_damage_is_mended_from_the_other_and_what_is_not_copied_is(
         assert [(f.level, f.key) for f in found(store, deep=True)] == [("error", pack)]
         assert [(f.level, f.key) for f in found(store, deep=True, repair=True)] == [("mended", pack)]
         assert tier.get(pack) == good
+    assert found(store, deep=True) == []
+
+
+def test_of_a_durable_tier_of_several_places_the_copy_that_is_whole_is_read_and_the_other_mended() -> None:
+    states = drifting(3, rows=16)
+    fast, one, other = (MemoryStore(name) for name in ("fast", "one", "other"))
+    store = TieredStore(fast, FanoutStore(one, other), keep_fast=1)
+    make_store(store, states)
+    tiers = Tiers(store, FakeClock(), 0, 1)
+    assert tiers.catch_up(RUN) is None
+    first, last = min(read_history(store).snapshots), max(read_history(store).snapshots)
+    pack = next(key for key, _ in read_history(store).snapshots[first].packs)
+    document = read_history(store).keys[first]
+    for key in (pack, document):
+        fast.delete([key])  # as thinning does
+        good = one.get(key)
+        flipped(one, key, 8 * len(good) // 2)
+        loaded = load(store, step=str(first))
+        assert {path: np.asarray(value).tobytes() for path, value in loaded.items()} == {
+            path: array.tobytes() for path, array in states[0].items()
+        }
+        assert one.get(key) == good, "what the read found was mended"
+        flipped(one, key, 8 * len(good) // 2)
+        assert ("mended", key) in [(f.level, f.key) for f in found(store, deep=True, repair=True)]
+        assert one.get(key) == good
+    assert first < last
     assert found(store, deep=True) == []

@@ -22,6 +22,7 @@ from ckpt.history.keep import Keep
 from ckpt.history.pins import pin
 from ckpt.history.retention import Pruned, PrunePlan, execute, plan_prune
 from ckpt.history.runs import identity
+from ckpt.history.tiers import Tiers
 from recovery.agree import Alone
 from recovery.compact import compact
 from recovery.compaction import plan_compact
@@ -35,6 +36,7 @@ from recovery.verify import verify
 from storage_backends.base import Store
 from storage_backends.local import LocalStore
 from storage_backends.memory import MemoryStore
+from storage_backends.tiered import TieredStore
 from tests.ckpt.history.making import FakeClock
 from tests.recovery.lives import train_and_store
 from tests.support.faulty import Crash, FaultyStore
@@ -346,3 +348,17 @@ def test_a_job_with_moments_last_goes_on_saving_and_restores_bit_for_bit(tmp_pat
     for one in history:
         found = tensors(load(store, str(one.id)))
         assert {p: d for p, d in found.items() if p.startswith("model.")} == weights(then[one.step])
+
+
+def test_what_a_revision_replaces_stays_while_the_fast_tier_alone_has_the_revision() -> None:
+    """The fast tier may vanish at any moment, and the durable one must not have lost the step by then."""
+    fast, durable = MemoryStore("fast"), MemoryStore("durable")
+    store = TieredStore(fast, durable, keep_fast=None)
+    then, ids = trained(store)
+    copier = Tiers(store, FakeClock(), 0, 1)
+    assert copier.catch_up(RunId(2, "0ddba11e")) is None
+    execute(planned(store), store, clock=SystemClock(), threads=1)
+    check(durable, ids, then, set())
+    assert copier.catch_up(RunId(2, "0ddba11e")) is None
+    assert execute(planned(store), store, clock=SystemClock(), threads=1).freed > 0
+    check(durable, ids, then, set(ids))
