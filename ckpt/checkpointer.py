@@ -28,7 +28,7 @@ from ckpt.history.keyed import store_at
 from ckpt.history.retention import Keep
 from ckpt.history.runs import identity
 from ckpt.history.sweeper import Sweeper
-from ckpt.leaves import Flattener
+from ckpt.leaves import Flat, Flattener
 from ckpt.mirror.mirror import open_mirror
 from ckpt.mirror.ring import ring_records
 from ckpt.options import Journal, Options, one_of, seconds, size
@@ -152,6 +152,11 @@ class Checkpointer:
             )
         todo = chores(behind, self._clock, ranks.rank, ranks.world_size)
         self._copier = Copier(behind, todo, lambda: self._tenure.run)
+        self._journal: Journaling | None = None
+        if journal:  # before signals and hooks are taken over, since it may refuse
+            place = Place(self._store, self._mirror.base, self._mirror.store, ranks.rank, ranks.world_size)
+            settings = Journal() if journal is True else journal
+            self._journal = open_journal(settings, self._state, self._look, lambda: self._flattener.names, place)
         self._stopper = Stopping()
         self._voting = Voting(self._ranks, self._stopper, self._pace)
         self._outcomes = Outcomes(self._ranks.rank, opt.bearable, self._after_commit)
@@ -172,13 +177,7 @@ class Checkpointer:
             when_busy=when_busy,
             fresh=fresh,
         )
-        self._journal: Journaling | None = None
-        if journal:
-            place = Place(self._store, self._mirror.base, self._mirror.store, ranks.rank, ranks.world_size)
-            settings = Journal() if journal is True else journal
-            self._journal = self._saves.journal = open_journal(
-                settings, self._state, self._saves.look, lambda: self._flattener.names, place
-            )
+        self._saves.journal = self._journal
         self._start = 0
         self._pid = os.getpid()
         self._closed = False
@@ -319,6 +318,9 @@ class Checkpointer:
         if self._pace is not None:
             self._pace.held_back(seconds)
 
+    def _look(self) -> tuple[Flat, dict[str, Any]]:
+        return self._saves.look()
+
     def _after_commit(self) -> None:
         self._copier.nudge()
         if self._sweeper is not None:
@@ -366,14 +368,14 @@ class Checkpointer:
         if self._sweeper is not None:
             self._sweeper.stop(left())
         behind = self._copier.stop(left())
-        # A run whose last save still hangs is not marked as ended: its put may land yet.
-        self._tenure.close(ended=done, timeout=left())
         # A job that comes to its end needs no mirror; one that fails or is told to stop will be back. A last save that
         # failed tells of the former where nothing else does: not every process lets its end hear of what it raised.
         well = ticket is None or ticket.error is None
         remove = done and well and self._ending and not self.stopping
         if self._journal is not None:
             self._journal.close(left(), remove=remove)
+        # A run whose last save still hangs is not marked as ended: its put may land yet.
+        self._tenure.close(ended=done, timeout=left())
         self._mirror.close(remove=remove)
         self._stopper.restore()
         self._position.close()

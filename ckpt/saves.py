@@ -219,6 +219,8 @@ class Saves:
         ticket = self.outcomes.open(step)
         id_, time_ = SnapshotId(run, step), self.clock.wall() if self.ranks.rank == 0 else None
         try:
+            if self.overlap is not None:
+                self.overlap.wait_copied()  # those of a save that was interrupted may still write to this very buffer
             taken = self.taking.take(flat, self.writer.reference, id_=id_)
             if self.journal is not None:
                 self.journal.captured(id_, taken.layout)

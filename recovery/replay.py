@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from ckpt.errors import DamagedError
+from ckpt.errors import DamagedError, FormatTooNew, StorageError
 from ckpt.format.codec import Codec
 from ckpt.format.journal import DEVICE, SUM, OpenRecord, read_record, read_segment
 from ckpt.format.manifest import Part
@@ -84,8 +84,11 @@ def roll_to(
                     proven, why = rolled.step, None
                 elif why is None:
                     why = f"{differing[0]} after step {rolled.step} is not what was trained"
-        except (DamagedError, Unlike, ValueError, RuntimeError) as error:
-            return Stopped(proven, why or str(error))
+        except (StorageError, FormatTooNew, MemoryError):
+            raise
+        except Exception as error:  # another torch, another machine, damage: whatever it is, no proof, and so no step
+            known = isinstance(error, DamagedError | Unlike | ValueError | RuntimeError)
+            return Stopped(proven, why or (str(error) if known else f"{type(error).__name__}: {error}"))
         if rolled.step == at:
             return Stopped(proven, why or f"no record leads on from step {at}")
     if proven < target:

@@ -55,17 +55,20 @@ class Ring:
         self._held: dict[RecordName, int] = {}
         self.nbytes = 0
 
-    def put(self, name: RecordName, data: bytes) -> None:
-        """Keep a record; older ones make room.
+    def put(self, name: RecordName, data: bytes) -> tuple[RecordName, ...]:
+        """Keep a record; older ones make room, and are returned.
 
         Raises:
             OSError: there is no room even so.
         """
+        gone: list[RecordName] = []
         while self._held and self.nbytes + len(data) > self._limit:
-            self._drop(next(iter(self._held)))
+            gone.append(next(iter(self._held)))
+            self._drop(gone[-1])
         free, total = self._folder.room()
         while self._held and free - len(data) < total // SPARE:
-            self._drop(next(iter(self._held)))
+            gone.append(next(iter(self._held)))
+            self._drop(gone[-1])
             free, total = self._folder.room()
         if free - len(data) < total // SPARE:
             raise OSError(errno.ENOSPC, f"{free} of {total} bytes are free, {len(data)} needed, a {SPARE}th left free")
@@ -82,6 +85,7 @@ class Ring:
             os.close(fd)
         self._held[name] = len(data)
         self.nbytes += len(data)
+        return tuple(gone)
 
     def forget(self, run: RunId, step: int) -> None:
         """Records up to `step` of `run` have served."""
@@ -93,7 +97,7 @@ class Ring:
         for text in self._folder.names():
             name = RecordName.parse(text)
             if name is not None and name.run < run:
-                self._held.pop(name, None)
+                self.nbytes -= self._held.pop(name, 0)
                 self._folder.unlink(text)
 
     def close(self, *, remove: bool) -> None:

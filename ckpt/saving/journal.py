@@ -90,7 +90,7 @@ class Journaling:
         self._buffers = keeper.buffers
         self._optimizers = journaled_optimizers(state)
         self._hooks = [o.register_step_pre_hook(self._hook) for o in self._optimizers.values()]
-        self._summing: Crew[Breath] = Crew("ckpt-sums", 1, Breath)
+        self._summing: Crew[Breath] = Crew("ckpt-sums", 1, Breath, yielding=False)  # training waits for it
         self._sums: Pending[bytes] | None = None
         self._parts: _Parts | None = None
         self._versions: dict[str, tuple[int, int]] = {}
@@ -102,19 +102,19 @@ class Journaling:
         self._base: SnapshotId | None = None
         self._step = -1
         self._first = True
+        self._again = False
         self._why: str | None = "no snapshot yet"
         self._seconds = 0.0
 
     @property
     def stats(self) -> JournalStats:
         counts = self._keeper.counts
-        return JournalStats(
-            counts.steps, counts.bytes, self._seconds, counts.cpu, counts.memory, self._keeper.over or self._why
-        )
+        why = self._keeper.over or self._keeper.behind or self._why
+        return JournalStats(counts.steps, counts.bytes, self._seconds, counts.cpu, counts.memory, why)
 
     @property
     def recording(self) -> bool:
-        return self._base is not None and self._keeper.over is None
+        return self._base is not None and self._keeper.over is None and self._keeper.behind is None
 
     # --- the optimizers' hook --------------------------------------------------------------------------------------
 
@@ -172,6 +172,9 @@ class Journaling:
             return
         began = time.perf_counter()
         try:
+            if step == self._step and not self._consumed:
+                self._again = True  # it is recorded; should a save of it follow, that one looks at the state anew
+                return
             if step <= self._step:
                 self.pause(f"step {step} was completed again")
                 return
@@ -189,7 +192,8 @@ class Journaling:
             return
         began = time.perf_counter()
         try:
-            if not (self.recording and self._base is not None and self._base.run == id_.run and self._step == id_.step):
+            here = self._base is not None and self._base.run == id_.run and self._step == id_.step
+            if not (self.recording and here) or self._again:
                 self._begin(id_)
             self._keeper.put(Mark(id_, layout))
             self._base, self._first = id_, True
@@ -241,8 +245,9 @@ class Journaling:
         rolled = Rolled(id_.step, parts.table, tensors, {}, dict(flat.aliases), device)
         self._versions = {live.shard.leaf.path: version_of(live.tensor) for live, _ in parts.watched}
         self._known = {}
+        self._keeper.behind = None
         self._keeper.put(Begin(id_, rolled, trees))
-        self._step, self._why = id_.step, None
+        self._step, self._why, self._again = id_.step, None, False
 
     def _complete(self, step: int) -> None:
         flat, trees = self._look()
@@ -278,7 +283,7 @@ class Journaling:
             threads=torch.get_num_threads(),
             buffers=self._used,
         )
-        self._consumed, self._used, self._first, self._step = [], [], False, step
+        self._consumed, self._used, self._first, self._step, self._again = [], [], False, step, False
         self._recent.append(step)
         self._keeper.put(moment)
 

@@ -96,6 +96,9 @@ class Pause:
     """Nothing follows until the next `Begin`."""
 
 
+BEHIND = 256 << 20
+"""Bytes of records that may wait for a store that is down or slow; beyond, training would run out of memory."""
+
 News: TypeAlias = Moment | Begin | Mark | Committed | Pause
 
 
@@ -115,6 +118,7 @@ class Keeper:
 
     Attributes:
         over: why the journal has ended for good; None while it goes on.
+        behind: why nothing is recorded until the next snapshot; None while all is. The training thread clears it.
     """
 
     rank: int
@@ -125,6 +129,7 @@ class Keeper:
     changed: threading.Condition
     most: int
     over: str | None = None
+    behind: str | None = None
     counts: Counts = field(default_factory=Counts)
     _queue: SimpleQueue[News | None] = field(default_factory=SimpleQueue)
     _thread: threading.Thread | None = None
@@ -133,6 +138,7 @@ class Keeper:
     _failure: str | None = None
     _proof: Proof | None = None
     _base: SnapshotId | None = None
+    _begun: int = 0
     _values: dict[str, bytes] = field(default_factory=dict)
     _aliases: Mapping[str, str] = field(default_factory=dict)
     _commits: list[SnapshotId] = field(default_factory=list)
@@ -227,7 +233,7 @@ class Keeper:
             case Begin(id=id_, rolled=rolled, trees=trees):
                 rolled.breathe = self._breathe
                 self._proof = Proof(rolled)
-                self._base, self._failure = id_, None
+                self._base, self._begun, self._failure = id_, id_.step, None
                 self._values = self._encoded(trees)
                 rolled.values = dict(self._values)
                 self._commits.clear()
@@ -335,7 +341,13 @@ class Keeper:
     def _keep(self, id_: SnapshotId, previous: int, data: bytes) -> None:
         if self.ring is not None:
             try:
-                self.ring.put(RecordName(id_.run, self.rank, previous, id_.step), data)
+                gone = self.ring.put(RecordName(id_.run, self.rank, previous, id_.step), data)
+                since = self._commits[-1].step if self._commits else self._begun
+                if self.segments is None and any(name.run == id_.run and name.step > since for name in gone):
+                    self._fall_behind(
+                        "the ring does not hold the steps between two snapshots; give Journal(ring=) more"
+                    )
+                    return
             except OSError as error:
                 if self.segments is None:
                     with self.changed:
@@ -344,9 +356,21 @@ class Keeper:
                     return
                 log.warning("journal: step %d is not in the mirror's folder: %s", id_.step, error)
         if self.segments is not None:
+            if self.segments.held > BEHIND:
+                self.segments.forget()
+                self._fall_behind(f"more than {BEHIND} bytes of records wait for the store")
+                return
             self.segments.add(id_.run, previous, id_.step, data)
         with self.changed:
             self._durable = id_.run, id_.step
+            self.changed.notify_all()
+
+    def _fall_behind(self, why: str) -> None:
+        """What was recorded since the last snapshot leads nowhere, or soon would fill the memory."""
+        log.warning("rank %d: the journal pauses until the next snapshot: %s", self.rank, why)
+        self._proof = None
+        with self.changed:
+            self._failure = self.behind = why
             self.changed.notify_all()
 
 

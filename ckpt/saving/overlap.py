@@ -96,6 +96,11 @@ class Copying:
         self.work()
         self._copied.wait()
 
+    @property
+    def over(self) -> bool:
+        """Whether all copies are done, those of devices too."""
+        return self._over.is_set() or (self._copied.is_set() and not self._events)
+
     def wait(self) -> None:
         """Until all is over. Raises what went wrong."""
         self._over.wait()
@@ -152,11 +157,16 @@ class Overlap:
 
     def wait_copied(self) -> None:
         """Until the state may change."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            began = time.perf_counter()
-            copying.hold_back()
-            self._blocked(time.perf_counter() - began)
+        copying = self._copying
+        if copying is None:
+            return
+        began = time.perf_counter()
+        copying.hold_back()
+        # Forgotten only now, and only once the devices are through too: a wait may be interrupted, and every optimizer
+        # steps on a stream of its own, which must wait as well.
+        if copying.over and self._copying is copying:
+            self._copying = None
+        self._blocked(time.perf_counter() - began)
 
     def close(self) -> None:
         """Let go of the hook, once nothing is under way."""

@@ -14,9 +14,10 @@ import ckpt
 from ckpt.errors import NoSnapshot, UnsupportedState
 from ckpt.history.catalog import read_history
 from ckpt.rolling import OPTIMIZERS
+from ckpt.saving import keeping
 from storage_backends.memory import MemoryStore
 from tests.support.faulty import GateStore
-from tests.support.journals import EVERY_STEP, QUIET, job, recording, unhurt
+from tests.support.journals import EVERY_STEP, QUIET, Killed, job, killed, recording, unhurt
 from tests.support.stores import flipped
 from tests.support.training import Training
 
@@ -133,11 +134,70 @@ def test_a_clean_end_leaves_nothing_in_the_mirrors_folder(tmp_path: Path) -> Non
 def test_the_ring_is_bounded(tmp_path: Path) -> None:
     job(
         MemoryStore(), Training(), 12, every=100, mirror=str(tmp_path),
-        journal=ckpt.Journal(flush="1 step", to="mirror", ring=40_000),
+        journal=ckpt.Journal(flush="1 step", to="both", ring=40_000),
     )  # fmt: skip
     records = sorted(tmp_path.rglob("*.record"))
     assert records and sum(path.stat().st_size for path in records) <= 40_000
     assert records[-1].name.endswith("000000000012.record")
+
+
+def test_a_ring_alone_that_is_too_small_says_so_and_the_journal_goes_on_from_the_next_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rather than promise what the ring has dropped already."""
+    paused: list[str] = []
+    training, store = Training(), MemoryStore()
+    saver = ckpt.Checkpointer(
+        store, training.state, every=20, mirror=str(tmp_path), options=QUIET,
+        journal=ckpt.Journal(flush="1 step", to="mirror", ring=40_000),
+    )  # fmt: skip
+    with killed(), saver:
+        for step in range(saver.restore(), 23):
+            training.train(step)
+            saver.step(step + 1)
+            if step + 1 in (19, 23):
+                paused.append(str(saver.stats.journal and saver.stats.journal.off))
+        raise Killed
+    assert ["give Journal(ring=) more" in why for why in paused] == [True, False]
+    assert "the ring does not hold the steps between two snapshots" in caplog.text
+    second = Training(seed=7)
+    again = job(store, second, 24, journal=ckpt.Journal(flush="1 step", to="mirror"), mirror=str(tmp_path))
+    assert again.restored is not None and again.restored.step == 23
+
+
+def test_records_that_wait_for_a_store_that_is_down_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "BEHIND", 100_000)
+    store = GateStore(MemoryStore(), where=lambda key: key.startswith("journal/"))
+    training = Training()
+    saver = ckpt.Checkpointer(
+        store, training.state, every=1000, options=QUIET, mirror="off", journal=ckpt.Journal(flush="10s", to="store")
+    )
+    with killed(), saver:
+        for step in range(saver.restore(), 60):
+            training.train(step)
+            saver.step(step + 1)
+        stats = saver.stats.journal
+        assert stats is not None and stats.off is not None and "wait for the store" in stats.off
+        assert saver._journal is not None and saver._journal._keeper.segments is not None
+        assert saver._journal._keeper.segments.held <= 100_000
+        store.gate.set()
+        raise Killed
+
+
+def test_a_step_that_is_saved_once_more_interrupts_nothing() -> None:
+    store, training = MemoryStore(), Training()
+    saver = ckpt.Checkpointer(store, training.state, every=5, journal=EVERY_STEP, mirror="off", options=QUIET)
+    with killed(), saver:
+        for step in range(saver.restore(), 9):
+            training.train(step)
+            saver.step(step + 1)
+            if step + 1 in (5, 7):
+                saver.save(step + 1).wait(60)  # 5 is saved already; 7 was not due
+        assert saver.stats.journal is not None and saver.stats.journal.off is None
+        raise Killed
+    assert sorted(id_.step for id_ in read_history(store).snapshots) == [0, 5, 7]
+    for step in range(1, 10):
+        assert ckpt.load(store, step=step), step
 
 
 def test_without_a_journal_nothing_of_it_is_written(tmp_path: Path) -> None:
