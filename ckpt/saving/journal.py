@@ -245,8 +245,7 @@ class Journaling:
         rolled = Rolled(id_.step, parts.table, tensors, {}, dict(flat.aliases), device)
         self._versions = {live.shard.leaf.path: version_of(live.tensor) for live, _ in parts.watched}
         self._known = {}
-        self._keeper.behind = None
-        self._keeper.put(Begin(id_, rolled, trees))
+        self._keeper.begin(Begin(id_, rolled, trees))
         self._step, self._why, self._again = id_.step, None, False
 
     def _complete(self, step: int) -> None:

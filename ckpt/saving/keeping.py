@@ -160,6 +160,12 @@ class Keeper:
                 self._waiting += 1
         self._queue.put(news)
 
+    def begin(self, news: Begin) -> None:
+        """`put`, and forget at once why recording had paused: whoever waits for the next record must not be told so."""
+        with self.changed:
+            self.behind = self._failure = None
+        self.put(news)
+
     def wait_durable(self, run: RunId, step: int, timeout: float) -> str | None:
         """Until the record of `step` is where it is to be; else why not."""
 
@@ -233,7 +239,7 @@ class Keeper:
             case Begin(id=id_, rolled=rolled, trees=trees):
                 rolled.breathe = self._breathe
                 self._proof = Proof(rolled)
-                self._base, self._begun, self._failure = id_, id_.step, None
+                self._base, self._begun = id_, id_.step
                 self._values = self._encoded(trees)
                 rolled.values = dict(self._values)
                 self._commits.clear()

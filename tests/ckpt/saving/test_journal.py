@@ -149,20 +149,20 @@ def test_a_ring_alone_that_is_too_small_says_so_and_the_journal_goes_on_from_the
     training, store = Training(), MemoryStore()
     saver = ckpt.Checkpointer(
         store, training.state, every=20, mirror=str(tmp_path), options=QUIET,
-        journal=ckpt.Journal(flush="1 step", to="mirror", ring=40_000),
+        journal=ckpt.Journal(flush="1 step", to="mirror", ring=60_000),
     )  # fmt: skip
     with killed(), saver:
-        for step in range(saver.restore(), 23):
+        for step in range(saver.restore(), 22):
             training.train(step)
             saver.step(step + 1)
-            if step + 1 in (19, 23):
+            if step + 1 in (19, 22):
                 paused.append(str(saver.stats.journal and saver.stats.journal.off))
         raise Killed
     assert ["give Journal(ring=) more" in why for why in paused] == [True, False]
     assert "the ring does not hold the steps between two snapshots" in caplog.text
     second = Training(seed=7)
-    again = job(store, second, 24, journal=ckpt.Journal(flush="1 step", to="mirror"), mirror=str(tmp_path))
-    assert again.restored is not None and again.restored.step == 23
+    again = job(store, second, 23, journal=ckpt.Journal(flush="1 step", to="mirror"), mirror=str(tmp_path))
+    assert again.restored is not None and again.restored.step == 22
 
 
 def test_records_that_wait_for_a_store_that_is_down_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
