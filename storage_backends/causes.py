@@ -115,6 +115,23 @@ REFUSED_NAMES = frozenset(
 # A wrong option, or a bug here or there: no number of tries changes it.
 MISTAKES = (ValueError, TypeError, AttributeError, ImportError, KeyError)
 
+# Connections that broke or were silent: no OSError either, and what they were raised from may look like a bug.
+TRANSIENT_NAMES = frozenset(
+    {
+        "ClientOSError",
+        "ClientPayloadError",
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "EndpointConnectionError",
+        "IncompleteReadError",
+        "ReadTimeoutError",
+        "ResponseStreamingError",
+        "ServerDisconnectedError",
+        "ServiceRequestError",
+        "ServiceResponseError",
+    }
+)
+
 
 def meaning(error: BaseException) -> type[StorageError]:
     """`NotFound`, `Unavailable` (`Throttled`, where that is why) or `Refused`, by the first link in the chain of causes
@@ -161,6 +178,8 @@ def _alone(error: BaseException) -> type[StorageError] | None:
             return NotFound
         case FileExistsError() | IsADirectoryError() | NotADirectoryError():
             return Refused
+    if type(error).__name__ in TRANSIENT_NAMES:
+        return Unavailable
     if type(error).__name__ in REFUSED_NAMES:
         return Refused
     status = _status(error)

@@ -326,4 +326,7 @@ def test_any_history_equals_a_plain_dict(runs: int) -> None:
         ),
     )  # fmt: skip
     proof = ("saved", "gone back", "pruned", "stripped", "compacted", "died saving", "died pruning", "died compacting")
-    assert all(Histories.happened[what] >= runs / 8 for what in proof), f"hardly anything: {Histories.happened}"
+    # A few runs need not come by everything.
+    enough = runs / 8 if runs >= 100 else 0
+    assert all(Histories.happened[what] >= enough for what in proof), f"hardly anything: {Histories.happened}"
+    assert Histories.happened["saved"] and Histories.happened["pruned"]

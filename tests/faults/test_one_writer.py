@@ -33,7 +33,7 @@ from tests.faults.living import Book, Process, check_goes_on, check_store
 from tests.support.faulty import VERBS, GateStore
 from tests.support.procs import Job, run_ranks, succeed
 
-pytestmark = pytest.mark.filterwarnings("ignore:step .* was not saved:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)

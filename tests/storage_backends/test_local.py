@@ -189,7 +189,8 @@ def test_a_crash_at_any_system_call_leaves_the_old_object_or_the_whole_new_one(t
 def no_descriptor_lost() -> Iterator[None]:
     before = len(list(Path("/proc/self/fd").iterdir()))
     yield
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    # Fewer are no loss: what tests before this one have opened may be collected meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def try_every_verb(store: Store) -> None:
