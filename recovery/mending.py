@@ -33,7 +33,7 @@ class CopyCheck:
     """One look at all places. `bad`: key → names of the places whose copy is bad, once `findings` is through."""
 
     store: Copied
-    deep: bool
+    packs: bool
     only: SnapshotId | None
     piece: int
     threads: int
@@ -108,7 +108,7 @@ class CopyCheck:
                 return None  # removed since it was listed
         if length is not None and size != length:
             return f"expected {length} bytes, found {size}"
-        return pack_problem(place, key, size, self.piece) if self.deep else None
+        return pack_problem(place, key, size, self.piece) if self.packs else None
 
     def _judged(self, key: str, flaws: Mapping[str, str], digest: str | None, repair: bool) -> Iterator[Finding]:
         whole = [name for name in self.sizes if name not in flaws and _there(self.store.places[name], key)]

@@ -77,6 +77,7 @@ __all__ = ["Finding", "verify"]
 def verify(
     store: Store,
     *,
+    packs: bool = False,
     deep: bool = False,
     only: SnapshotId | None = None,
     repair: bool = False,
@@ -86,6 +87,9 @@ def verify(
     """Check the store, or one snapshot and what it needs; yields what is found as it is found. Writes nothing, unless
     it is to `repair`: then bad copies are mended from whole ones, where the store holds copies.
 
+    Three depths: every document, and that packs are there and of the right length; `packs`: the digests of all their
+    bytes too; `deep`: every chunk is rebuilt besides, and every record of a journal is read.
+
     Beside a live job, what vanishes while it is being checked is taken for pruned if its snapshot vanished too; where a
     compacted revision has taken its place, that one is checked instead.
 
@@ -93,17 +97,18 @@ def verify(
         StorageError: the store does not answer: nothing can be said.
         FormatTooNew: a newer version wrote here.
     """
+    packs |= deep
     if isinstance(store, Copied):
         piece = max(memory // threads, 1)
         for place in store.places.values():  # a durable tier of several places: its copies first
             if isinstance(place, Copied):
-                yield from CopyCheck(place, deep, only, piece, threads).findings(repair=repair)
-        copies = CopyCheck(store, deep, only, piece, threads)
+                yield from CopyCheck(place, packs, only, piece, threads).findings(repair=repair)
+        copies = CopyCheck(store, packs, only, piece, threads)
         yield from copies.findings(repair=repair)
         store = copies.around()
     check = _Check(store, only, memory, threads, {entry.key: entry.size for entry in store.list("")})
     yield from check.documents()
-    if deep:
+    if packs:
         check.packs()
     yield from check.snapshots_and_parts()
     if only is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,7 @@ PREFIXES = (RUNS, ALIVE, PACKS, PARTS, SNAPSHOTS, PINS, PRUNES)
 
 def command(
     url: Url,
+    packs: Annotated[bool, typer.Option("--packs", help="Read every pack, and compare its digest.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read every pack and rebuild every chunk.")] = False,
     step: Annotated[
         str | None,
@@ -56,17 +58,19 @@ def command(
 ) -> None:
     """Look for damage.
 
-    Checks every document, and that every pack is there and of the right length; with --deep every byte. An error names
-    the object and what needs it. Notes are leftovers of crashed saves and foreign files, which do no harm. Where the
-    store holds copies each one is checked, and with --repair bad ones are written anew from whole ones, and what the
-    durable of two tiers lacks is copied; else nothing is written. May run beside a live job. Of an encrypted store,
-    without its key, every object is checked by itself.
+    Checks every document, and that every pack is there and of the right length; with --packs every byte of them too,
+    with --deep that every chunk can be rebuilt besides. An error names the object and what needs it. Notes are
+    leftovers of crashed saves and foreign files, which do no harm. Where the store holds copies each one is checked,
+    and with --repair bad ones are written anew from whole ones, and what the durable of two tiers lacks is copied; else
+    nothing is written. May run beside a live job. Of an encrypted store, without its key, every object is checked by
+    itself.
 
     Exit codes: 0 whole, or all of it mended; 1 damage found; 2 nothing is there to check, or the store cannot be read.
     """
     store = open_url(url, storage_option, key, locked=step is None and not repair)
     if repair and not isinstance(store, Copied):
         raise ValueError(f"{store.url} holds one copy of everything, so there is nothing to mend it from")
+    packs |= deep
     locked = key is None and key_id(store) is not None
     history = None if step is None else read_history(store)
     only = None if history is None or step is None else find_any(history, step)
@@ -74,9 +78,11 @@ def command(
     findings = []
     with bar("checking", quiet=as_json) as shown:
         if history is not None and only in history.snapshots:
-            shown.expect(_to_read(history.snapshots[only], deep))
-        watched = shown.reads(store, None if only else _weigh_deep if deep else _weigh)
-        checking = scrub(watched, deep=deep) if locked else verify(watched, deep=deep, only=only, repair=repair)
+            shown.expect(_to_read(history.snapshots[only], packs + deep))
+        watched = shown.reads(store, None if only else partial(_weigh, times=packs + deep))
+        checking = (
+            scrub(watched, deep=packs) if locked else verify(watched, packs=packs, deep=deep, only=only, repair=repair)
+        )
         for finding in checking:
             findings.append(finding)
             if not as_json:
@@ -85,30 +91,29 @@ def command(
     if as_json:
         mended = sorted({finding.key for finding in findings if finding.level == "mended"})
         found = [_document(finding) for finding in findings]
-        said = {"whole": not errors, "deep": deep, "locked": locked, **checked}
+        said = {"whole": not errors, "packs": packs, "deep": deep, "locked": locked, **checked}
         print_json({**said, "mended": mended, "findings": found})
     else:
         what = f"step {only.short}" if only else _totals(checked)
-        print(_locked_verdict(what, deep, errors) if locked else _verdict(what, deep, findings))
+        print(_locked_verdict(what, packs, errors) if locked else _verdict(what, packs, deep, findings))
     if errors:
         raise typer.Exit(1)
 
 
-def _weigh(entry: Entry) -> int:
-    """Bytes of an object that a shallow check reads."""
-    return 0 if entry.key.startswith((PACKS, ALIVE, JOURNAL)) else entry.size
+def _weigh(entry: Entry, times: int) -> int:
+    """Bytes of an object that a check reads. `times` that packs are read: for their digests, and their blobs once more
+    to rebuild chunks, for which parts are read again."""
+    if entry.key.startswith((ALIVE, JOURNAL)):
+        return 0
+    if entry.key.startswith(PACKS):
+        return times * entry.size
+    return max(times, 1) * entry.size if entry.key.startswith(PARTS) else entry.size
 
 
-def _weigh_deep(entry: Entry) -> int:
-    """The same of a deep check: packs are read for their digests, and their blobs once more to rebuild chunks, for
-    which parts are read again."""
-    return 2 * entry.size if entry.key.startswith((PACKS, PARTS)) else _weigh(entry)
-
-
-def _to_read(snapshot: Snapshot, deep: bool) -> int:
+def _to_read(snapshot: Snapshot, times: int) -> int:
     """The same of one snapshot, before anything of it is listed."""
     parts = sum(ref.length for ref in snapshot.parts)
-    return 2 * (parts + sum(length for _, length in snapshot.packs)) if deep else parts
+    return max(times, 1) * parts + times * sum(length for _, length in snapshot.packs)
 
 
 def _checked(store: Store, only: SnapshotId | None) -> dict[str, int]:
@@ -135,7 +140,7 @@ def _totals(checked: dict[str, int]) -> str:
     )
 
 
-def _verdict(what: str, deep: bool, findings: Sequence[Finding]) -> str:
+def _verdict(what: str, packs: bool, deep: bool, findings: Sequence[Finding]) -> str:
     levels = Counter(finding.level for finding in findings)
     if levels["mended"]:
         what = f"{what}, {count(levels['mended'], 'copy', 'copies')} mended"
@@ -149,13 +154,15 @@ def _verdict(what: str, deep: bool, findings: Sequence[Finding]) -> str:
         return f"{count(levels['error'], 'error')} in {what}; {told}"
     if deep:
         return f"whole: {what}, every byte read"
+    if packs:
+        return f"whole: {what}, every byte is what was written; --deep rebuilds every chunk too"
     return f"whole: {what}, as far as documents and lengths tell; --deep reads every byte"
 
 
-def _locked_verdict(what: str, deep: bool, errors: int) -> str:
+def _locked_verdict(what: str, packs: bool, errors: int) -> str:
     if errors:
         return f"{count(errors, 'error')} in {what}; which steps they cost only the key can tell: --key"
-    read = "object" if deep else "document"
+    read = "object" if packs else "document"
     return f"every {read} of {what} is what was written; what they say together only the key can tell: --key"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli import screen
+from ckpt.cli import screen, verify
 from ckpt.errors import Unavailable
 from ckpt.format.names import PACKS, PARTS, PackName, SnapshotName
 from storage_backends.local import LocalStore
@@ -31,6 +31,27 @@ def test_a_whole_store_is_called_whole_and_counted(ckpt: Ckpt, tmp_path: Path) -
     )
     said = ckpt("verify", tmp_path, "--deep")
     assert (said.code, said.out, said.err) == (0, f"whole: 3 snapshots, 3 packs, {size}, every byte read\n", "")
+
+
+def test_between_lengths_and_every_chunk_the_bytes_of_packs_are_compared_alone(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = chain(tmp_path, 3)
+    size = screen.bytes_text(sum(e.size for e in store.list("")))
+    counted = FaultyStore(store)
+    monkeypatch.setattr(verify, "open_url", lambda *_, **__: counted)
+    said = ckpt("verify", tmp_path, "--packs")
+    whole = f"whole: 3 snapshots, 3 packs, {size}, every byte is what was written; --deep rebuilds every chunk too\n"
+    assert (said.code, said.out) == (0, whole)
+    reads = [key for verb, key in counted.calls if verb in ("get", "get_range") and key.startswith(PACKS)]
+    assert len(reads) == len(set(reads)) == 3, "each pack once"
+    pack = first_pack(store, 20)
+    flipped(store, pack, 8 * (len(store.get(pack)) - 1))
+    assert ckpt("verify", tmp_path).code == 0, "its length is right"
+    said = ckpt("verify", tmp_path, "--packs")
+    assert said.code == 1
+    assert said.lines[0].startswith(f"error: {pack}")
+    assert "cannot be restored: step" in said.lines[-1]
 
 
 def test_one_snapshot_alone(ckpt: Ckpt, tmp_path: Path) -> None:
