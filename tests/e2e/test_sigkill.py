@@ -46,8 +46,8 @@ def test_killed_at_random_it_resumes_from_the_newest_published_step_and_ends_bit
         expected = 0 if history.newest is None else history.newest.step
         before = len(starts.read_text().splitlines()) if starts.exists() else 0
         process = start(SCRIPT, str(url), str(out), str(steps), log=log)
-        # A moment anywhere from before the restore to somewhat above the fair share of the work: thirty kills must fit in,
-        # also where the machine has become faster since the unhurt run was timed.
+        # A moment anywhere from before the restore to somewhat above the fair share of the work: thirty kills must fit
+        # in, also where the machine has become faster since the unhurt run was timed.
         process.join(rng.uniform(0, 1.4 * whole / rounds) if killed < rounds else None)
         process.kill()
         process.join()
