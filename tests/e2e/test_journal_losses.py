@@ -75,5 +75,6 @@ def test_a_torchrun_agent_restarts_the_job_at_its_last_step(tmp_path: Path) -> N
         out = succeed(job.wait())[0]
     starts = [int(found) for found in re.findall(r"resumed (\d+) lost", out)]
     assert starts.count(0) == 4 and len(starts) == 8
-    assert len(set(starts[4:])) == 1 and starts[4] >= 11 and "lost 0" in out
+    # Rank 0 was done with step 11; the ranks that died may not have been.
+    assert len(set(starts[4:])) == 1 and starts[4] >= 10 and "lost 0" in out
     assert outcome(tmp_path / "hurt") == outcome(tmp_path / "unhurt")
