@@ -50,7 +50,7 @@ def test_training_goes_on_from_the_last_completed_step_and_ends_bit_identical(
 
 
 SCRIPT = """
-import sys
+import os, signal, sys
 from pathlib import Path
 
 import ckpt
@@ -58,7 +58,15 @@ from tests.support.procs import succeed, torchrun
 from tests.support.rolling import life
 
 url, out, total, *nodes = sys.argv[1:]
-life(url, Path(out), "AdamW", False, int(total), nodes, ckpt.Journal(flush="1 step", to="both"), 25)
+
+
+def hold(completed):
+    if completed == 11 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        print(f"rank {os.environ['RANK']} has completed 11", flush=True)
+        signal.pause()  # up to the agent's SIGTERM: every rank dies between two steps
+
+
+life(url, Path(out), "AdamW", False, int(total), nodes, ckpt.Journal(flush="1 step", to="both"), 25, hold)
 """
 
 
@@ -68,13 +76,13 @@ def test_a_torchrun_agent_restarts_the_job_at_its_last_step(tmp_path: Path) -> N
     unhurt(str(tmp_path / "unhurt-store"), tmp_path / "unhurt", "AdamW", False, 20)
     nodes = [str(tmp_path / "node-a"), str(tmp_path / "node-b")]
     with torchrun(SCRIPT, 4, [tmp_path / "store", tmp_path / "hurt", 20, *nodes], max_restarts=1) as job:
-        job.until(0, "done 11 ")
+        for rank in range(4):
+            job.until(0, f"rank {rank} has completed 11")
         job.kill(2)
         job.kill(3)
         shutil.rmtree(nodes[1], ignore_errors=True)
         out = succeed(job.wait())[0]
     starts = [int(found) for found in re.findall(r"resumed (\d+) lost", out)]
     assert starts.count(0) == 4 and len(starts) == 8
-    # Rank 0 was done with step 11; the ranks that died may not have been.
-    assert len(set(starts[4:])) == 1 and starts[4] >= 10 and "lost 0" in out
+    assert len(set(starts[4:])) == 1 and starts[4] >= 11 and "lost 0" in out
     assert outcome(tmp_path / "hurt") == outcome(tmp_path / "unhurt")

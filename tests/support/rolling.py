@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,19 @@ class Sharded:
 
 
 def life(
-    url: str, out: Path, kind: str, half: bool, total: int, nodes: list[str], journal: ckpt.Journal | bool, every: int
+    url: str,
+    out: Path,
+    kind: str,
+    half: bool,
+    total: int,
+    nodes: list[str],
+    journal: ckpt.Journal | bool,
+    every: int,
+    before: Callable[[int], None] = lambda completed: None,
 ) -> None:
     """One start of the job, up to its end or its death. What it prints: "resumed N lost K", "done N"; what it appends
-    to ``out/losses-<rank>``: step and loss; what it leaves at its end: ``out/state-<rank>``."""
+    to ``out/losses-<rank>``: step and loss; what it leaves at its end: ``out/state-<rank>``. `before` is called before
+    every step, with how many are completed."""
     with group():
         rank = dist.get_rank()
         training = Sharded(kind, half, seed=random.SystemRandom().randrange(1000) if list(out.iterdir()) else 0)
@@ -95,6 +105,7 @@ def life(
         print(f"resumed {start} lost {None if found is None else found.lost} ", flush=True)
         with (out / f"losses-{rank}").open("a") as losses:
             for step, batch in saver.batches(training.loader, total):
+                before(step)
                 loss = training.train(batch)
                 losses.write(f"{step} {loss.hex()}\n")
                 losses.flush()
