@@ -78,10 +78,14 @@ class Attempt:
     key: str = ""
 
     def follow(self) -> Documents | Skip:
-        """`run`; once more whenever what was pruned under a reader had been replaced by another revision."""
+        """`run`, followed."""
+        return self.followed(self.run)
+
+    def followed(self, once: Callable[[], T | Skip]) -> T | Skip:
+        """`once`; and once more whenever what was pruned under a reader had been replaced by another revision."""
         while True:
             before = self.key
-            found = self.run()
+            found = once()
             # All ranks know which object was opened, so all decide alike.
             if not isinstance(found, Skip) or not found.pruned or self.key == before:
                 return found
@@ -92,8 +96,10 @@ class Attempt:
             if isinstance(documents, Skip):
                 return documents
         read = self._read(documents)
-        if isinstance(read, Skip):
-            return read
+        return read if isinstance(read, Skip) else self._installed(documents, read)
+
+    def _installed(self, documents: Documents, read: dict[Shard, Bytes]) -> Documents:
+        """All ranks write; what fails now leaves a state that is neither, and is raised."""
         with self.meter.stage("install"):
             installed = together(self.peers, lambda: self._install(documents, read))
             if isinstance(installed, Skip):

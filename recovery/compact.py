@@ -5,10 +5,9 @@ order of writes, and what a crash leaves, is in `ckpt.history.revising`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from ckpt.history.revising import SWEPT, claiming, next_revision, own_packs, pub
 from recovery.assemble import ChunkJob, Place
 from recovery.compaction import CompactPlan, chunks_of, parts_of
 from recovery.fetch import REQUEST, fetch
+from recovery.parallel import batched
 from recovery.rebuild import Rebuilder, chain_problem
 from recovery.shards import damaged, faulty, rebuild_checked
 from storage_backends.base import Store
@@ -165,9 +165,9 @@ class _Work:
             elif chunk.digest not in self._keyframes:
                 box = whole((nbytes // DTYPES[dtype].size,))
                 long[chunk.digest] = ChunkJob(place, chunk.blobs, dtype, box, box, chunk.digest)
-        for jobs in _batches(long.values(), lambda job: job.cost):
+        for jobs in batched(long.values(), lambda job: job.cost, REQUEST):
             self._collapse(jobs, packs)
-        for blobs in _batches(sorted(moving, key=lambda b: (b.pack, b.start)), lambda blob: blob.size):
+        for blobs in batched(sorted(moving, key=lambda b: (b.pack, b.start)), lambda blob: blob.size, REQUEST):
             self._move(part, blobs, packs)
         packs.flush()
         return self._described(part, revision)
@@ -244,20 +244,3 @@ class _Work:
 
 def _hold() -> None:
     """A process of its own, with nothing to give way to."""
-
-
-T = TypeVar("T")
-
-
-def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Consecutive items of at most `REQUEST` bytes together; one may exceed it."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        if batch and total + size(item) > REQUEST:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size(item)
-    if batch:
-        yield batch

@@ -72,12 +72,8 @@ class Forward(Attempt):
     snapshot_parts: dict[int, Part] = field(default_factory=dict)
 
     def follow_on(self) -> Documents | Skip | Short:
-        """`advance`; once more where what was pruned under a reader had been replaced by another revision."""
-        while True:
-            before = self.key
-            found = self.advance()
-            if not isinstance(found, Skip) or not found.pruned or self.key == before:
-                return found
+        """`advance`, followed."""
+        return self.followed(self.advance)
 
     def advance(self) -> Documents | Skip | Short:
         """`run`, with the replay before the live state is looked at."""
@@ -111,13 +107,7 @@ class Forward(Attempt):
             if isinstance(documents, Skip):
                 return documents
             read = self._assemble(documents)
-        if isinstance(read, Skip):
-            return read
-        with self.meter.stage("install"):
-            installed = together(self.peers, lambda: self._install(documents, read))
-            if isinstance(installed, Skip):
-                raise installed.error
-        return documents
+        return read if isinstance(read, Skip) else self._installed(documents, read)
 
     # --- the snapshot ----------------------------------------------------------------------------------------------
 
