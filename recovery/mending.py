@@ -19,11 +19,12 @@ from ckpt.history.clock import SystemClock
 from ckpt.history.copier import bring_over
 from ckpt.history.copies import flaw_of, mend_one, read
 from ckpt.history.levelling import announced_keys, writing_order
+from ckpt.history.reading import there
 from recovery.deep import pack_problem
 from recovery.findings import Finding, Level
 from recovery.parallel import in_threads
 from recovery.read import check_snapshot
-from storage_backends.base import Buffer, Entry, NotFound, Refused, StorageError, Store
+from storage_backends.base import Buffer, Entry, NotFound, StorageError, Store
 from storage_backends.copies import Copied, Slips
 from storage_backends.tiered import TieredStore
 
@@ -91,7 +92,7 @@ class CopyCheck:
         for name, sizes in self.sizes.items():
             place, size = self.store.places[name], sizes.get(key)
             if size is None:
-                if _there(place, key):
+                if there(place, key):
                     continue  # written since it was listed
                 gone += 1
                 if self.store.everywhere:
@@ -111,7 +112,7 @@ class CopyCheck:
         return pack_problem(place, key, size, self.piece) if self.packs else None
 
     def _judged(self, key: str, flaws: Mapping[str, str], digest: str | None, repair: bool) -> Iterator[Finding]:
-        whole = [name for name in self.sizes if name not in flaws and _there(self.store.places[name], key)]
+        whole = [name for name in self.sizes if name not in flaws and there(self.store.places[name], key)]
         mended: set[str] = set()
         how = "'ckpt verify --repair' mends it"
         if repair and whole:
@@ -207,16 +208,6 @@ class Around:
     def _sized(self, entry: Entry) -> Entry:
         name = self._good(entry.key)
         return entry if name is None else replace(entry, size=self.sizes[name][entry.key])
-
-
-def _there(place: Store, key: str) -> bool:
-    try:
-        place.get_range(key, 0, 1)
-    except NotFound:
-        return False
-    except Refused:  # there, and empty
-        return True
-    return True
 
 
 def _about(level: Level, key: str, text: str) -> Finding:

@@ -16,8 +16,8 @@ from ckpt.cli.screen import (
     bytes_text,
     count,
     open_url,
+    print_fates,
     print_json,
-    print_table,
     printable,
     warn,
 )
@@ -83,13 +83,7 @@ def command(
 
 def _print_plan(plan: CompactPlan, dry_run: bool) -> None:
     rows = [(id_, "rewrite", "") for id_ in plan.rewrite] + [(id_, "leave", why) for id_, why in plan.left.items()]
-    if rows:
-        print_table(
-            ["step", "gen", "what", "why"],
-            [[str(id_.step), str(id_.run.generation), what, why] for id_, what, why in sorted(rows)],
-            right=frozenset({0, 1}),
-            fold=frozenset({3}),
-        )
+    print_fates(rows)
     if not plan.rewrite:
         print("nothing to compact")
         return

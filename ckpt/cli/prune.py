@@ -17,8 +17,8 @@ from ckpt.cli.screen import (
     count,
     find_any,
     open_url,
+    print_fates,
     print_json,
-    print_table,
     printable,
 )
 from ckpt.cli.thinning import thin
@@ -167,13 +167,7 @@ def _print_plan(plan: PrunePlan, dry_run: bool) -> None:
     rows = [(id_, "remove", "") for id_ in plan.snapshots]
     rows += [(id_, "remove", "leftovers of a step that was never committed") for id_ in plan.leftovers]
     rows += [(id_, plan.verb(id_), why) for id_, why in plan.protected.items()]
-    if rows:
-        print_table(
-            ["step", "gen", "what", "why"],
-            [[str(id_.step), str(id_.run.generation), what, why] for id_, what, why in sorted(rows)],
-            right=frozenset({0, 1}),
-            fold=frozenset({3}),
-        )
+    print_fates(rows)
     for note in plan.notes:
         print(printable(note))
     if not plan.keys:

@@ -89,6 +89,17 @@ def print_json(document: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
 
 
+def print_fates(rows: Iterable[tuple[SnapshotId, str, str]]) -> None:
+    """(snapshot, what becomes of it, why) of a plan, in order; no table where nothing is in it."""
+    if found := sorted(rows):
+        print_table(
+            ["step", "gen", "what", "why"],
+            [[str(id_.step), str(id_.run.generation), what, why] for id_, what, why in found],
+            right=frozenset({0, 1}),
+            fold=frozenset({3}),
+        )
+
+
 def print_table(
     header: Sequence[str],
     rows: Iterable[Sequence[str]],

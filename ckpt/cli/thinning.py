@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.cli.screen import bytes_text, count, print_json, print_table
+from ckpt.cli.screen import bytes_text, count, print_fates, print_json
 from ckpt.history.keep import Keep
 from ckpt.history.thinning import ThinPlan, execute_thinning, plan_thinning
 from storage_backends.base import Store
@@ -39,13 +39,7 @@ def thin(store: Store, keep: Keep, dry_run: bool, as_json: bool) -> None:
 def _print_plan(plan: ThinPlan, tier: str, dry_run: bool) -> None:
     rows = [(id_, "leaves", "it stays on the durable tier") for id_ in plan.snapshots]
     rows += [(id_, "keep", why) for id_, why in plan.kept.items()]
-    if rows:
-        print_table(
-            ["step", "gen", "what", "why"],
-            [[str(id_.step), str(id_.run.generation), what, why] for id_, what, why in sorted(rows)],
-            right=frozenset({0, 1}),
-            fold=frozenset({3}),
-        )
+    print_fates(rows)
     if not plan.keys:
         print(f"nothing to take off {tier}")
         return

@@ -38,8 +38,8 @@ from ckpt.format.names import (
 )
 from ckpt.history.copies import checked
 from ckpt.history.keyed import check_key, key_of
-from ckpt.history.reading import THREADS, read_many
-from storage_backends.base import Entry, NotFound, Refused, Store
+from ckpt.history.reading import THREADS, read_many, there
+from storage_backends.base import Entry, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def read_history(store: Store, *, packs: bool = False, known: History | None = N
         missing = _missing(store, documents[key], entries)
         if missing is None:
             snapshots[names[key].id], keys[names[key].id] = documents[key], key
-        elif _there(store, key):
+        elif there(store, key):
             text = f"{key}: names {missing}, which is not there; not listed"
             problems.append(Problem(key, text, "incomplete"))
         else:  # pruned between our two listings
@@ -301,17 +301,6 @@ def _same(key: str, found: str) -> None:
 
 def _missing(store: Store, snapshot: Snapshot, entries: Mapping[str, Entry]) -> str | None:
     for part in snapshot.parts:
-        if part.key not in entries and not _there(store, part.key):
+        if part.key not in entries and not there(store, part.key):
             return part.key
     return None
-
-
-def _there(store: Store, key: str) -> bool:
-    """Whether an object that a listing lacks is really gone: listings may lag, reads say it."""
-    try:
-        store.get_range(key, 0, 1)
-    except NotFound:
-        return False
-    except Refused:  # there, and empty
-        return True
-    return True

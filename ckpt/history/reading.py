@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from storage_backends.base import NotFound, Store
+from storage_backends.base import NotFound, Refused, Store
 
 THREADS = 16
 """Documents in flight at once: enough to hide a store's latency, few enough not to be throttled."""
@@ -41,3 +41,18 @@ def _read(store: Store, key: str) -> bytes | None:
         return store.get(key)
     except NotFound:
         return None
+
+
+def there(store: Store, key: str) -> bool:
+    """Whether an object is there though a listing lacks it: listings may lag, reads say it.
+
+    Raises:
+        Unavailable: that could not be found out.
+    """
+    try:
+        store.get_range(key, 0, 1)
+    except NotFound:
+        return False
+    except Refused:  # there, and empty
+        return True
+    return True
