@@ -10,6 +10,7 @@ import torch
 
 import ckpt
 from storage_backends.base import Store
+from storage_backends.memory import MemoryStore
 from tests.support.training import Training
 
 QUIET = ckpt.Options(commit_wait=20, heartbeat="1h")
@@ -62,3 +63,16 @@ def unhurt(last: int, make: Callable[[], Any] = Training) -> Any:
 def recording(training: Any) -> dict[str, bytes]:
     """All bytes of a training, and what dropout would draw next."""
     return {**training.bytes(), "random": torch.get_rng_state().numpy().tobytes()}
+
+
+def comes_back(make: Callable[[int], Any], died: int, last: int, *, every: int = 5) -> Any:
+    """A training made with seed 0 dies after `died` steps, and one made with another seed takes over up to `last`: it
+    stands on that very step, and ends as one that nothing happened to. Returns it."""
+    store, expected = MemoryStore(), recording(unhurt(last, lambda: make(0)))
+    saver = job(store, make(0), died, every=every)
+    assert saver.stats.journal is not None and saver.stats.journal.off is None
+    again = make(4)
+    saver = job(store, again, last, every=every)
+    assert saver.restored is not None and saver.restored.step == died
+    assert recording(again) == expected
+    return again

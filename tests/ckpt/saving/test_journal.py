@@ -17,7 +17,7 @@ from ckpt.rolling import OPTIMIZERS
 from ckpt.saving import keeping
 from storage_backends.memory import MemoryStore
 from tests.support.faulty import GateStore
-from tests.support.journals import EVERY_STEP, QUIET, Killed, job, killed, recording, unhurt
+from tests.support.journals import EVERY_STEP, QUIET, Killed, comes_back, job, killed, recording, unhurt
 from tests.support.stores import flipped
 from tests.support.training import Training
 
@@ -74,14 +74,7 @@ def test_a_killed_training_goes_on_from_its_last_step_and_ends_bit_identical() -
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_every_supported_optimizer_is_replayed_to_the_bit(kind: str, options: dict[str, Any]) -> None:
-    store = MemoryStore()
-    expected = recording(unhurt(9, lambda: Chosen(kind, options)))
-    saver = job(store, Chosen(kind, options), 9)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Chosen(kind, options, seed=5)
-    saver = job(store, again, 9)
-    assert saver.restored is not None and saver.restored.step == 9
-    assert recording(again) == expected
+    comes_back(lambda seed: Chosen(kind, options, seed), 9, 9)
 
 
 def test_any_of_a_hundred_steps_loads_as_it_was_live() -> None:
@@ -234,14 +227,7 @@ def test_accumulation_skipped_steps_and_frozen_parameters_are_right() -> None:
             self.schedule.step()
             return 0.0
 
-    store = MemoryStore()
-    expected = recording(unhurt(9, Odd))
-    saver = job(store, Odd(), 9, every=20)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Odd(seed=4)
-    saver = job(store, again, 9, every=20)
-    assert saver.restored is not None and saver.restored.step == 9
-    assert recording(again) == expected
+    comes_back(Odd, 9, 9, every=20)
 
 
 def test_averages_several_optimizers_and_values_are_recorded() -> None:
@@ -270,14 +256,7 @@ def test_averages_several_optimizers_and_values_are_recorded() -> None:
             found |= {f"average.{n}": t.numpy().tobytes() for n, t in self.average.state_dict().items()}
             return found | {"counts": repr(self.counts).encode()}
 
-    store = MemoryStore()
-    expected = recording(unhurt(9, Rich))
-    saver = job(store, Rich(), 9)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Rich(seed=4)
-    saver = job(store, again, 9)
-    assert saver.restored is not None and saver.restored.step == 9
-    assert recording(again) == expected
+    comes_back(Rich, 9, 9)
 
 
 def test_a_damaged_newest_snapshot_is_replayed_past() -> None:
@@ -380,14 +359,7 @@ def test_a_gradient_scaler_that_skips_is_replayed_skipping(fused: bool) -> None:
             self.scaler.update()
             return loss.item()
 
-    store = MemoryStore()
-    expected = recording(unhurt(10, Scaled))
-    saver = job(store, Scaled(), 9)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Scaled(seed=4)
-    saver = job(store, again, 10)
-    assert saver.restored is not None and saver.restored.step == 9
-    assert recording(again) == expected
+    comes_back(Scaled, 9, 10)
 
 
 def test_every_second_step_is_one_to_come_back_to() -> None:
@@ -472,11 +444,4 @@ def test_an_average_kept_through_data_is_recorded() -> None:
         def bytes(self) -> dict[str, bytes]:
             return super().bytes() | {f"average.{n}": t.numpy().tobytes() for n, t in self.average.state_dict().items()}
 
-    store = MemoryStore()
-    expected = recording(unhurt(8, Averaged))
-    saver = job(store, Averaged(), 7)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Averaged(seed=4)
-    saver = job(store, again, 8)
-    assert saver.restored is not None and saver.restored.step == 7
-    assert recording(again) == expected
+    comes_back(Averaged, 7, 8)

@@ -11,7 +11,7 @@ from torch import nn
 
 import ckpt
 from storage_backends.memory import MemoryStore
-from tests.support.journals import job, recording, unhurt
+from tests.support.journals import comes_back, job, recording, unhurt
 from tests.support.training import Training
 
 Meddle = Callable[[Training, int], None]
@@ -124,14 +124,7 @@ def test_a_hyperparameter_changed_by_hand_is_recorded_and_right() -> None:
                 self.optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.7), weight_decay=0.2)
             return super().train(step)
 
-    store = MemoryStore()
-    expected = recording(unhurt(9, Changed))
-    saver = job(store, Changed(), 8)
-    assert saver.stats.journal is not None and saver.stats.journal.off is None
-    again = Changed(seed=8)
-    saver = job(store, again, 9)
-    assert saver.restored is not None and saver.restored.step == 8
-    assert recording(again) == expected
+    again = comes_back(Changed, 8, 9)
     assert again.optimizer.param_groups[0]["betas"] == (0.5, 0.7)
 
 
