@@ -83,6 +83,8 @@ class Saves:
             return self.outcomes.skip(step)
         if tally.busy or self.ranks.world_size == 1:
             self._tell(self.finish(Call.SAVE, step).failed)
+        else:
+            self.writer.wait(None)  # over on all ranks, but what became of it may still be on its way to this thread
         if tally.renew:
             self.tenure.open(self._resumed_from(), fresh=self.fresh)
         flat, encoded, numbers = prepared
