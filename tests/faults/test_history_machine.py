@@ -313,7 +313,7 @@ def many_small_packs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 
 @pytest.mark.filterwarnings("ignore:.*step .* was not saved:RuntimeWarning")
 @pytest.mark.parametrize(
-    "runs", [10, pytest.param(300, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])]
+    "runs", [16, pytest.param(300, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])]
 )  # fmt: skip
 def test_any_history_equals_a_plain_dict(runs: int) -> None:
     """Every listed step loads bit for bit, the newest is right, and what a prune frees is what its dry run said."""
@@ -326,7 +326,4 @@ def test_any_history_equals_a_plain_dict(runs: int) -> None:
         ),
     )  # fmt: skip
     proof = ("saved", "gone back", "pruned", "stripped", "compacted", "died saving", "died pruning", "died compacting")
-    # A few runs need not come by everything.
-    enough = runs / 8 if runs >= 100 else 0
-    assert all(Histories.happened[what] >= enough for what in proof), f"hardly anything: {Histories.happened}"
-    assert Histories.happened["saved"] and Histories.happened["pruned"]
+    assert all(Histories.happened[what] >= runs / 8 for what in proof), f"hardly anything: {Histories.happened}"

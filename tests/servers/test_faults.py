@@ -46,16 +46,21 @@ def test_a_save_through_latency_and_random_503s_completes_and_verifies(servers: 
     state = noise(size, 1)
     with servers.proxied(servers(kind), latency=0.1, fail=0.2) as proxy:
         place = proxy.place()
-        with ckpt.Checkpointer(place.open(), {"t": state.clone()}, mirror="off") as saver:
+        with ckpt.Checkpointer(place.open(), {"t": state}, mirror="off") as saver:
             saver.restore()
             before, began = len(proxy.requests()), time.monotonic()
-            saver.save(1).wait(300)
+            step, fates = 0, list[str]()
+            while step < 10 and fates.count("fail") < 3:  # a save is a dozen requests: one may come by unhurt
+                step += 1
+                state += 1
+                saver.save(step).wait(300)
+                fates = [request.fate for request in proxy.requests()[before:]]
             seconds = time.monotonic() - began
-            fates = [request.fate for request in proxy.requests()[before:]]
         proxy.set()
-        check(place, state, 1)
-    print(f"{kind}: {size / 1e6:.0f} MB in {seconds:.1f} s, {len(fates)} requests, {fates.count('fail')} of them 503")
-    assert fates.count("fail") >= 1, "the fault hardly fired"
+        check(place, state, step)
+    told = fates.count("fail")
+    print(f"{kind}: {size / 1e6:.0f} MB, {step} times in {seconds:.1f} s, {len(fates)} requests, {told} of them 503")
+    assert told >= 3, "the fault hardly fired"
 
 
 def test_a_black_hole_fails_the_save_within_the_deadline_and_training_waits_for_nothing_but_copies(
